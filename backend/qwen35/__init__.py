@@ -1,0 +1,22 @@
+"""Qwen3.5-MoE vision-language models behind Triton's Python backend.
+
+`LLM` and `SamplingParams` are resolved on first use: importing `qwen35` or one of its light modules (the client, the
+state manager's) must not import torch and the engine.
+"""
+
+import importlib
+from typing import Any
+
+_EXPORTS = {"LLM": "qwen35.llm", "SamplingParams": "qwen35.llm"}
+
+__all__ = ["LLM", "SamplingParams"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module 'qwen35' has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_EXPORTS])
