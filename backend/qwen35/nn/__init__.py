@@ -1,0 +1,1 @@
+"""The mathematics of the model: tensors and state views in, tensors out."""

@@ -1,0 +1,1 @@
+"""Checkpoint directories in, typed weights out."""
