@@ -9,9 +9,10 @@ Rounding is to the nearest E2M1 value, ties to the even code, saturating at 6.
 
 Underflow rule, for weights and activations alike: a block whose absolute maximum is zero gets the scale 1, every other
 scale is clamped to [2^-9, 448], the range of E4M3, before it is rounded. So a block too small for its scale is
-still coded with the smallest scale there is and loses precision gradually. (The GPU quantisation kernels instead replace a
-scale below 1e-5 by 1, which turns the whole block to zero.) The rule is that of ModelOpt's `NVFP4QTensor`, the format's
-reference on a CPU; with one rule for both sides an activation and a weight of equal values have equal codes.
+still coded with the smallest scale there is and loses precision gradually. (The GPU quantisation kernels instead
+replace a scale below 1e-5 by 1, which turns the whole block to zero.) The rule is that of ModelOpt's `NVFP4QTensor`,
+the format's reference on a CPU; with one rule for both sides an activation and a weight of equal values have equal
+codes.
 
 Source: modelopt 0.47 `torch/quantization/qtensor/nvfp4_tensor.py`.
 
@@ -44,7 +45,7 @@ class NVFP4Tensor:
     codes        uint8         [..., N, K/2]
     scales       float8_e4m3fn [..., N, K/16]
     global_scale float32       [] or the leading dimensions ([E])
-    input_scale  float32       [] or [E]: static scale of the activations (W4A4); None: activations stay as they are (W4A16)
+    input_scale  float32       [] or [E]: static scale of W4A4 activations; None: activations stay as they are (W4A16)
 
     Raises ValueError when the parts do not fit each other.
     """
@@ -158,10 +159,12 @@ def global_scale_of(amax: Tensor) -> Tensor:
     return amax.float() / (E2M1_MAX * E4M3_MAX)
 
 
-def quantize_weight(weight: Tensor, global_scale: Tensor | None = None, input_scale: Tensor | None = None) -> NVFP4Tensor:
+def quantize_weight(
+    weight: Tensor, global_scale: Tensor | None = None, input_scale: Tensor | None = None
+) -> NVFP4Tensor:
     """Packs a weight [..., N, K]; without `global_scale` each matrix takes its own from its absolute maximum.
 
-    A matrix of zeros gets the global scale 1. Raises ValueError when K is not a multiple of 16 or values are not finite.
+    A matrix of zeros gets the global scale 1. Raises ValueError when K is no multiple of 16 or a value is not finite.
     """
     if weight.ndim < 2 or weight.shape[-1] % BLOCK_WIDTH:
         raise ValueError(
@@ -179,8 +182,9 @@ def quantize_weight(weight: Tensor, global_scale: Tensor | None = None, input_sc
 def quantize_activation(x: Tensor, input_scale: Tensor) -> tuple[Tensor, Tensor]:
     """W4A4 activations: x [..., K] -> packed codes uint8 [..., K/2], block scales float8_e4m3fn [..., K/16].
 
-    `input_scale` is the static scale of the checkpoint, a float32 scalar; each block of 16 of each row takes its block scale from
-    its own values alone, so a row's codes never depend on the other rows. Values beyond 2688 * input_scale saturate.
+    `input_scale` is the static scale of the checkpoint, a float32 scalar; each block of 16 of each row takes its block
+    scale from its own values alone, so a row's codes never depend on the other rows. Values beyond 2688 * input_scale
+    saturate.
     """
     codes, scales = _quantize_blocks(x, input_scale)
     return _pack(codes), scales
@@ -202,7 +206,7 @@ def fake_quantize_activation_fp8(x: Tensor, input_scale: Tensor, dtype: torch.dt
 
 
 def dequantize(weight: LinearWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight [..., N, K] in `dtype`. In float32 an NVFP4 weight equals ModelOpt's own dequantisation bit for bit."""
+    """The weight [..., N, K] in `dtype`. In float32 an NVFP4 weight equals ModelOpt's dequantisation bit for bit."""
     if isinstance(weight, NVFP4Tensor):
         return _decode(unpack(weight.codes), weight.scales, weight.global_scale, dtype)
     if isinstance(weight, FP8Tensor):

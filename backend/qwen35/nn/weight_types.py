@@ -1,12 +1,12 @@
 """What the model is built from: frozen records of weights, named as the checkpoint names them.
 
-These types know neither files nor names on disk: `weights` fills them from a checkpoint, tests from random tensors. A `LinearWeight` is a dense
-tensor, an `NVFP4Tensor` or an `FP8Tensor`, always [N, K] (output features, input features). Norms and the vectors of the
-gated delta net are float32; every other dense tensor has the type asked for at loading.
+These types know neither files nor names on disk: `weights` fills them from a checkpoint, tests from random tensors.
+A `LinearWeight` is a dense tensor, an `NVFP4Tensor` or an `FP8Tensor`, always [N, K] (output features, input features).
+Norms and the vectors of the gated delta net are float32; every other dense tensor has the type asked for at loading.
 
 Letters: H hidden, V vocabulary, N output features, K input features, E experts, I expert width, D head dimension,
-C channels of the convolution (2*key_dim + value_dim), U value heads, W convolution width, P features of one vision patch,
-S vision hidden.
+C channels of the convolution (2*key_dim + value_dim), U value heads, W convolution width, S vision hidden,
+P features of one vision patch.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LanguageWeights:
-    """The target. `embed_tokens` keeps the checkpoint's type: on a CPU it is the mapped file itself, read row by row."""
+    """The target. `embed_tokens` keeps the checkpoint's type: on a CPU it is the mapped file, read row by row."""
 
     embed_tokens: Tensor  # [V, H]
     layers: tuple[LayerWeights, ...]
@@ -149,7 +149,7 @@ class MergerWeights:
 
 @dataclass(frozen=True)
 class VisionWeights:
-    """The vision tower. `patch_embed` is the 3-D convolution as the matrix it is: [S, P], P = (channel, time, row, column)."""
+    """The vision tower. `patch_embed` is the 3-D convolution as a matrix [S, P], P = (channel, time, row, column)."""
 
     patch_embed: AffineWeights  # [S, P]
     pos_embed: Tensor  # [positions, S]
