@@ -1,0 +1,119 @@
+"""What goes into the engine and what comes out: plain records, no behaviour beyond validation of their own ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from qwen35.errors import InvalidArgument, Qwen35Error
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Names, defaults and meanings of vLLM's SamplingParams."""
+
+    max_tokens: int = 16
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0 or -1: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None  # None: drawn from the operating system when the request is made
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    logprobs: int | None = None  # number of top alternatives; None: no logprobs
+    num_draft_tokens: int | None = None  # None: the engine's; at most the engine's
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InvalidArgument.field(name, f"a value from {low} to {high}", value)
+        if self.top_p <= 0.0:
+            raise InvalidArgument.field("top_p", "a value above 0 and at most 1", self.top_p)
+        if self.repetition_penalty <= 0.0:
+            raise InvalidArgument.field("repetition_penalty", "a value above 0", self.repetition_penalty)
+        if self.min_tokens > self.max_tokens:
+            raise InvalidArgument.field("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
+        if any(not text for text in self.stop):
+            raise InvalidArgument.field("stop", "non-empty strings", self.stop)
+
+
+_RANGES = (
+    ("max_tokens", 1, 2**31 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("temperature", 0.0, 1e6),
+    ("top_k", -1, 2**31 - 1),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("seed", 0, 2**64 - 1),
+    ("repetition_penalty", 0.0, 1e6),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+    ("logprobs", 0, 20),
+    ("num_draft_tokens", 0, 16),
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sequence to generate. ``uid`` is unique inside the engine; ``request_id`` is the client's and need not be."""
+
+    uid: int
+    request_id: str
+    token_ids: tuple[int, ...]  # N prompt tokens, placeholders expanded
+    positions: Tensor  # [3, N] int64
+    image_embeds: Tensor  # [M, H], one row for each placeholder token in order of token_ids; [0, H] for text
+    sampling: SamplingParams
+    seed: int  # sampling.seed or the one drawn for it
+    deadline: float  # time.monotonic() seconds
+    priority: int = 0  # larger runs first
+    arrival: float = 0.0  # time.monotonic() seconds
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One candidate at one generated position, of the raw target logits."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1: the most likely
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts so far; equal to what was delivered."""
+
+    num_input_tokens: int
+    num_output_tokens: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class Emission:
+    """News of one request: the tokens and text of one step. Exactly one emission of a request has ``is_final``."""
+
+    uid: int
+    usage: Usage
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # one entry for each new token; the sampled token comes first
+    cumulative_logprob: float = 0.0  # of all generated tokens so far
+    finish_reason: str | None = None  # "stop" or "length" on the last emission without an error
+    error: Qwen35Error | None = None
+    times: dict[str, int] = field(default_factory=dict)  # nanoseconds since the epoch: arrival, first_scheduled, first_token, last_token
+
+    @property
+    def is_final(self) -> bool:
+        return self.finish_reason is not None or self.error is not None

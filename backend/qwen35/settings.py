@@ -1,0 +1,74 @@
+"""Settings of a server or of an in-process engine: defaults, then config.pbtxt parameters, then environment variables
+``QWEN35_<NAME>``. Knows nothing of models and of Triton."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from qwen35.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One flat record; every field has a unit in its name or is a choice listed here."""
+
+    checkpoint: str = "llm/1/checkpoint"  # relative: to the model repository's root
+    device: str = "auto"  # auto, cpu, cuda, cuda:N
+    dtype: str = "auto"  # activations: auto (the checkpoint's), bfloat16, float32, float64
+    kernels: str = "auto"  # auto, reference
+    activations: str = "dense"  # inputs of NVFP4 linears: dense (W4A16), nvfp4 (W4A4 with the static input scale)
+    num_draft_tokens: int = 3  # 0: no draft is loaded
+    kv_cache_dtype: str = "auto"  # auto (FP8 when the checkpoint announces it, else the model's dtype), bfloat16, fp8, float32
+    block_tokens: int = 16
+    kv_cache_bytes: int = 256 << 20  # bytes of all KV blocks
+    num_slots: int = 16  # sequences that run at the same time
+    max_batch_tokens: int = 512  # token budget of one step
+    max_context_tokens: int = 0  # 0: the model's max_position_embeddings
+    max_queued_requests: int = 1024
+    request_timeout_seconds: float = 600.0
+    unclaimed_lease_seconds: float = 5.0
+    heartbeat_seconds: float = 1.0
+    arena_name: str = ""  # empty: derived from the server's process
+    num_vision_workers: int = 1
+    image_cache_bytes: int = 64 << 20
+    max_image_bytes: int = 20 << 20  # encoded
+    max_image_pixels: int = 64_000_000  # before decoding
+
+    def __post_init__(self) -> None:
+        for name in ("block_tokens", "num_slots", "max_batch_tokens", "max_queued_requests", "num_vision_workers"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}: expected a positive integer, got {getattr(self, name)}")
+        if not 0 <= self.num_draft_tokens <= 16:
+            raise ConfigError(f"num_draft_tokens: expected 0 to 16, got {self.num_draft_tokens}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name}: expected one of {', '.join(choices)}, got {getattr(self, name)!r}")
+
+    @classmethod
+    def resolve(cls, parameters: Mapping[str, str], environment: Mapping[str, str] | None = None) -> Settings:
+        """``parameters``: name -> text, as in config.pbtxt. An unknown name or a value that does not convert is refused."""
+        environment = os.environ if environment is None else environment
+        known = {field.name: field for field in fields(cls)}
+        unknown = sorted(set(parameters) - set(known))
+        if unknown:
+            raise ConfigError(f"parameters: expected names among {', '.join(sorted(known))}, got {', '.join(unknown)}")
+        texts = dict(parameters)
+        texts.update({n: environment[v] for n in known if (v := f"QWEN35_{n.upper()}") in environment})
+        return cls(**{name: _convert(name, text, type(known[name].default)) for name, text in texts.items()})
+
+
+_CHOICES = {
+    "dtype": ("auto", "bfloat16", "float32", "float64"),
+    "kernels": ("auto", "reference"),
+    "activations": ("dense", "nvfp4"),
+    "kv_cache_dtype": ("auto", "bfloat16", "fp8", "float32", "float64"),
+}
+
+
+def _convert(name: str, text: str, kind: type) -> str | int | float:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ConfigError(f"{name}: expected {kind.__name__}, got {text!r}") from error
