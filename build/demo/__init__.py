@@ -1,0 +1,1 @@
+"""The demo checkpoint: its tokenizer, data streams, training and evaluation."""

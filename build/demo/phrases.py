@@ -1,0 +1,92 @@
+"""Wording of the generated chats."""
+
+SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You are a small demo model.")
+
+OPENERS = ("", "Hello. ", "Hi! ", "Quick question: ", "Please help me. ", "One more thing. ", "Good day. ", "Thanks! ")
+
+CONCEPT_QUESTIONS = (
+    "What is {}?", "Explain {}.", "Define {}.", "Tell me about {}.", "Can you explain {}?", "Describe {} in one sentence.",
+    "Please define {}.", "I want to know what {} is.", "Do you know what {} is?", "In short, what is {}?",
+    "How would you explain {}?", "Give me a definition of {}.",
+)  # fmt: skip
+
+CONCEPTS = (
+    ("a list", "A list is a mutable sequence of items."),
+    ("a tuple", "A tuple is a sequence that cannot be changed."),
+    ("a dictionary", "A dictionary maps keys to values."),
+    ("a set", "A set is a collection of distinct items without order."),
+    ("a string", "A string is a sequence of characters."),
+    ("an integer", "An integer is a whole number."),
+    ("a float", "A float is a number with a decimal point."),
+    ("a boolean", "A boolean is a value that is true or false."),
+    ("a function", "A function is a named block of code that returns a value."),
+    ("a method", "A method is a function that belongs to a class."),
+    ("a class", "A class describes a kind of object and its methods."),
+    ("an object", "An object is an instance of a class."),
+    ("a module", "A module is a file of code that other code can import."),
+    ("a package", "A package is a directory of modules."),
+    ("an exception", "An exception is an error that code can catch."),
+    ("a generator", "A generator is a function that yields values one at a time."),
+    ("an iterator", "An iterator returns the next item each time it is asked."),
+    ("a decorator", "A decorator is a function that wraps another function."),
+    ("a loop", "A loop repeats a block of code."),
+    ("a variable", "A variable is a name that refers to an object."),
+    ("an argument", "An argument is a value passed to a function."),
+    ("a lambda", "A lambda is a small function without a name."),
+    ("a thread", "A thread runs code at the same time as other threads."),
+    ("a process", "A process is a running program with its own memory."),
+    ("a lock", "A lock lets one thread at a time use a resource."),
+    ("a queue", "A queue returns items in the order in which they were added."),
+    ("a stack", "A stack returns the last item that was added first."),
+    ("a file", "A file is data stored under a name."),
+    ("a socket", "A socket is one end of a network connection."),
+    ("a path", "A path names the place of a file."),
+    ("a byte", "A byte is a group of eight bits."),
+    ("a comment", "A comment is text that the program ignores."),
+    ("a keyword", "A keyword is a word reserved by the language."),
+    ("an import", "An import makes the names of a module available."),
+    ("a slice", "A slice is a part of a sequence."),
+    ("a hash", "A hash is a number computed from a value."),
+    ("recursion", "Recursion is when a function calls itself."),
+    ("inheritance", "Inheritance lets a class use the methods of another class."),
+    ("a context manager", "A context manager sets something up and cleans it up."),
+    ("a coroutine", "A coroutine is a function that can wait for others."),
+    ("a regular expression", "A regular expression is a pattern that matches text."),
+    ("a test", "A test checks that code does what it should."),
+    ("a bug", "A bug is a mistake in a program."),
+    ("a compiler", "A compiler translates source code to machine code."),
+    ("an interpreter", "An interpreter runs source code line by line."),
+    ("a token", "A token is a small piece of text that a model reads."),
+    ("a cache", "A cache keeps results so that they need not be computed again."),
+    ("a server", "A server answers requests from clients."),
+    ("a client", "A client sends requests to a server."),
+    ("a pixel", "A pixel is one dot of a picture."),
+)
+
+SMALL_TALK = (
+    (("Hello!", "Hi.", "Hi there!", "Good morning.", "Hey!", "Hello, how are you?"), "Hello! How can I help you?"),
+    (("Thank you!", "Thanks.", "Thanks a lot!", "That was helpful."), "You are welcome!"),
+    (("Goodbye.", "Bye!", "See you later."), "Goodbye!"),
+    (("Who are you?", "What is your name?", "Introduce yourself."), "I am a small demo model."),
+    (("What can you do?", "How can you help me?", "What are you good at?"),
+     "I can add numbers, explain Python terms and describe simple pictures."),
+    (("Are you a human?", "Are you a person?"), "No, I am a small demo model."),
+    (("Tell me a joke.", "Do you know a joke?"), "A byte walks into a bar and asks for a bit."),
+)  # fmt: skip
+
+IMAGE_QUESTIONS = {
+    "colour": ("What colour is the figure?", "Which colour does the figure have?", "Name the colour.",
+               "What is the colour of this figure?", "Tell me the colour of the figure."),
+    "shape": ("What shape is this?", "Which shape do you see?", "Name the shape.", "What is the shape of this figure?",
+              "Tell me the shape of the figure."),
+    "count": ("How many figures are there?", "Count the figures.", "How many figures do you see?",
+              "What is the number of figures?", "Tell me how many figures there are."),
+    "position": ("Where is the figure?", "In which part of the picture is the figure?", "Name the position.",
+                 "What is the position of the figure?", "Tell me where the figure is."),
+    "describe": ("Describe the picture.", "What do you see?", "What is in the picture?", "Tell me about this picture."),
+    "same_colour": ("Do both pictures show the same colour?", "Is the colour the same in both pictures?",
+                    "Same colour?"),
+    "same_shape": ("Do both pictures show the same shape?", "Is the shape the same in both pictures?", "Same shape?"),
+    "more": ("Which picture has more figures?", "Where are more figures, in the first or the second picture?",
+             "Which one has more figures?"),
+}  # fmt: skip
