@@ -1,12 +1,12 @@
 """A complete random checkpoint in the published layout, small enough to build in every test.
 
-It needs neither transformers nor the project: names and shapes are written out once more here, so that a wrong name in the
-loader cannot hide behind the same wrong name in its tests.
+It needs neither transformers nor the project: names and shapes are written out once more here, so that a wrong name
+in the loader cannot hide behind the same wrong name in its tests.
 
     make_tiny_checkpoint(tmp_path, seed=3, layout="per_expert", num_shards=3)
 
-Four layers (three gated delta nets, one full attention), hidden 64, four experts (top 2), two vision blocks, one MTP layer,
-256 byte tokens and Qwen's special tokens. transformers loads it with nothing missing or unexpected but `mtp.*`.
+Four layers (three gated delta nets, one full attention), hidden 64, four experts (top 2), two vision blocks, one MTP
+layer, 256 byte tokens and Qwen's special tokens. transformers loads it with nothing missing or unexpected but `mtp.*`.
 """
 
 import json
