@@ -1,0 +1,1 @@
+from qwen35.serving.llm import TritonPythonModel  # noqa: F401
