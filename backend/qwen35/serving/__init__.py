@@ -1,0 +1,1 @@
+"""The three Triton models: thin adapters around the pure core; alone in importing triton_python_backend_utils."""

@@ -1,0 +1,186 @@
+"""Names that clients may send, and how the text or number they send becomes a value. Pure; no Triton, no precedence."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qwen35.errors import InvalidArgument
+
+Convert = Callable[[str, Any], Any]  # (field name, value as sent) -> value; raises InvalidArgument that names the field
+
+# Keys of Triton's own that `generate` repeats among the request parameters.
+TRITON_KEYS = frozenset({"id", "priority", "timeout", "sequence_id", "sequence_start", "sequence_end"})
+
+# Other names for the same thing.
+ALIASES: Mapping[str, str] = {
+    "random_seed": "seed",
+    "stop_words": "stop",
+    "min_length": "min_tokens",
+    "num_return_sequences": "n",
+}
+
+
+def to_bool(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    words = {"true": True, "1": True, "false": False, "0": False}
+    text = str(value).strip().lower() if isinstance(value, (str, int)) else ""
+    if text not in words:
+        raise InvalidArgument.field(name, "true or false", value)
+    return words[text]
+
+
+def to_int(name: str, value: Any) -> int:
+    number = value
+    if isinstance(value, str):
+        try:
+            number = int(value)
+        except ValueError:
+            number = _parse_float(value)
+    if isinstance(number, float) and number.is_integer():
+        number = int(number)
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise InvalidArgument.field(name, "an integer", value)
+    return number
+
+
+def to_float(name: str, value: Any) -> float:
+    number = _parse_float(value) if isinstance(value, str) else value
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise InvalidArgument.field(name, "a finite number", value)
+    return float(number)
+
+
+def to_text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidArgument.field(name, "text", value)
+    return value
+
+
+def to_texts(name: str, value: Any) -> tuple[str, ...]:
+    """One text, a list of texts, or such a list as JSON text (request parameters carry scalars only)."""
+    parsed = _parse_json(value, opening="[")
+    items = [parsed] if isinstance(parsed, str) else parsed
+    if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
+        raise InvalidArgument.field(name, "a text or a list of texts", value)
+    return tuple(items)
+
+
+def to_ints(name: str, value: Any) -> tuple[int, ...]:
+    """A list of integers, also as JSON text."""
+    parsed = _parse_json(value, opening="[")
+    if not isinstance(parsed, (list, tuple)):
+        raise InvalidArgument.field(name, "a list of integers", value)
+    return tuple(to_int(name, item) for item in parsed)
+
+
+def to_bias(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    """A JSON object token id -> bias, also as text; sorted by token id."""
+    parsed = _parse_json(value, opening="{")
+    if not isinstance(parsed, dict):
+        raise InvalidArgument.field(name, "an object of token id -> bias", value)
+    return tuple(sorted((to_int(name, token), to_float(name, bias)) for token, bias in parsed.items()))
+
+
+def to_object(name: str, text: str, kind: type, expected: str) -> Any:
+    """JSON text of one kind: dict or list."""
+    try:
+        parsed = json.loads(text)
+    except ValueError as error:
+        raise InvalidArgument.field(name, f"{expected} as JSON text ({error})", text) from error
+    if not isinstance(parsed, kind):
+        raise InvalidArgument.field(name, expected, parsed)
+    return parsed
+
+
+def _parse_float(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _parse_json(value: Any, opening: str) -> Any:
+    """Text that looks like JSON and is; else the value unchanged."""
+    if isinstance(value, str) and value.lstrip().startswith(opening):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+# Sampling options: names, meanings and ranges of qwen35.engine.request.SamplingParams.
+SAMPLING: Mapping[str, Convert] = {
+    "max_tokens": to_int,
+    "min_tokens": to_int,
+    "temperature": to_float,
+    "top_k": to_int,
+    "top_p": to_float,
+    "min_p": to_float,
+    "seed": to_int,
+    "repetition_penalty": to_float,
+    "presence_penalty": to_float,
+    "frequency_penalty": to_float,
+    "logit_bias": to_bias,
+    "bad_words": to_texts,
+    "stop": to_texts,
+    "stop_token_ids": to_ints,
+    "ignore_eos": to_bool,
+    "include_stop_str_in_output": to_bool,
+    "skip_special_tokens": to_bool,
+    "logprobs": to_int,
+    "num_draft_tokens": to_int,
+}
+
+# How the answer is delivered; these may also come as request parameters.
+DELIVERY: Mapping[str, Convert] = {
+    "stream": to_bool,
+    "exclude_input_in_output": to_bool,
+    "return_finish_reason": to_bool,
+    "return_cumulative_logprob": to_bool,
+    "return_logprobs": to_bool,
+    "return_num_input_tokens": to_bool,
+    "return_num_output_tokens": to_bool,
+    "return_perf_metrics": to_bool,
+    "return_log_probs": to_bool,
+}
+
+# TensorRT-LLM's own: `end_id` adds a stop token (-1: no token ends it); `pad_id` and `length_penalty` act on batches
+# and beams, of which there are none, so that any value is neutral.
+TYPED_ONLY: Mapping[str, Convert] = {"end_id": to_int, "pad_id": to_int, "length_penalty": to_float}
+
+# Valid elsewhere, not done here: accepted at the values that change nothing.
+UNSUPPORTED: Mapping[str, tuple[Convert, tuple[Any, ...]]] = {
+    "n": (to_int, (1,)),
+    "best_of": (to_int, (1,)),
+    "beam_width": (to_int, (1,)),
+    "use_beam_search": (to_bool, (False,)),
+    "early_stopping": (to_bool, (False,)),
+    "prompt_logprobs": (to_int, ()),
+    "truncate_prompt_tokens": (to_int, ()),
+    "allowed_token_ids": (to_ints, ()),
+    "detokenize": (to_bool, (True,)),
+    "spaces_between_special_tokens": (to_bool, (True,)),
+    "structured_outputs": (lambda _, value: value, ("", "{}", {})),
+    "guided_decoding": (lambda _, value: value, ("", "{}", {})),
+    "guided_decoding_guide_type": (to_text, ("",)),
+    "guided_decoding_guide": (to_text, ("",)),
+    "lora_name": (to_text, ("",)),
+    "lora_task_id": (to_int, (0,)),
+    "embedding_bias_words": (lambda _, value: tuple(value), ((),)),
+    "embedding_bias_weights": (lambda _, value: tuple(value), ((),)),
+    "return_context_logits": (to_bool, (False,)),
+    "return_generation_logits": (to_bool, (False,)),
+    "use_draft_logits": (to_bool, (False,)),
+}
+
+CONVERTERS: Mapping[str, Convert] = {
+    **SAMPLING,
+    **DELIVERY,
+    **TYPED_ONLY,
+    **{name: convert for name, (convert, _) in UNSUPPORTED.items()},
+}
