@@ -1,0 +1,50 @@
+"""What every stub process needs at initialize: encodings, settings, names shared by the models of one server. No Triton."""
+
+from __future__ import annotations
+
+import json
+import locale
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from io import TextIOWrapper
+from pathlib import Path
+
+from qwen35.settings import Settings
+from qwen35.state.locks import process_start_time
+
+
+def prepare_process() -> None:
+    """A stub starts with ASCII as its default encoding whatever LANG says; logs and file names need UTF-8."""
+    try:
+        locale.setlocale(locale.LC_ALL, "C.UTF-8")
+    except locale.Error:  # not every C library has it; the environment's own is the next best
+        locale.setlocale(locale.LC_ALL, "")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+
+
+def settings_of(args: Mapping[str, str], environment: Mapping[str, str] | None = None) -> Settings:
+    """Settings of one model: defaults, then the parameters of its config.pbtxt, then the environment.
+
+    ``args`` is what Triton gives to ``initialize``. A relative checkpoint is resolved against the model repository's
+    root, and an empty arena name becomes the one that all models of this server share.
+    """
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    settings = Settings.resolve({name: value["string_value"] for name, value in parameters.items()}, environment)
+    root = Path(args["model_repository"]).parent  # Triton gives the model's own folder
+    return replace(
+        settings,
+        checkpoint=str((root / settings.checkpoint).resolve()),
+        arena_name=settings.arena_name or server_name(os.getppid()),
+    )
+
+
+def server_name(server_pid: int) -> str:
+    """``qwen35-<pid>-<start time>``: two servers, or two lives of one pid, never share a name."""
+    start_time = process_start_time(server_pid)
+    if start_time is None:
+        raise RuntimeError(f"server process: expected pid {server_pid} to be alive, got none")
+    return f"qwen35-{server_pid}-{start_time}"

@@ -1,0 +1,45 @@
+import json
+import os
+import sys
+
+import pytest
+
+from qwen35.errors import ConfigError
+from qwen35.serving.process import prepare_process, server_name, settings_of
+
+
+def args_with(**parameters):
+    config = {"parameters": {name: {"string_value": value} for name, value in parameters.items()}}
+    return {"model_config": json.dumps(config), "model_repository": "/models/llm"}
+
+
+def test_environment_goes_before_config_before_defaults():
+    settings = settings_of(args_with(num_slots="4", block_tokens="8"), {"QWEN35_NUM_SLOTS": "2"})
+    assert (settings.num_slots, settings.block_tokens, settings.num_draft_tokens) == (2, 8, 3)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "resolved"),
+    [("llm/1/checkpoint", "/models/llm/1/checkpoint"), ("/data/x", "/data/x"), ("../y", "/y")],
+)
+def test_a_relative_checkpoint_starts_at_the_repositorys_root(checkpoint, resolved):
+    assert settings_of(args_with(checkpoint=checkpoint), {}).checkpoint == resolved
+
+
+def test_an_unknown_parameter_is_refused_by_name():
+    with pytest.raises(ConfigError, match="num_slotz"):
+        settings_of(args_with(num_slotz="4"), {})
+
+
+def test_the_arena_is_named_after_the_server():
+    name = settings_of(args_with(), {}).arena_name
+    assert name == server_name(os.getppid())
+    assert name.startswith(f"qwen35-{os.getppid()}-")
+    assert settings_of(args_with(), {"QWEN35_ARENA_NAME": "mine"}).arena_name == "mine"
+    assert server_name(os.getpid()) != server_name(os.getppid())
+
+
+def test_streams_are_utf8_after_prepare_process(capfd):
+    prepare_process()
+    print("größer", file=sys.stdout)
+    assert "größer" in capfd.readouterr().out
