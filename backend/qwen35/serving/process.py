@@ -1,4 +1,4 @@
-"""What every stub process needs at initialize: encodings, settings, names shared by the models of one server. No Triton."""
+"""What every stub process needs at initialize: encodings, settings, names that a server's models share. No Triton."""
 
 from __future__ import annotations
 
