@@ -1,0 +1,45 @@
+# make demo | serve | test | test-fast | lint | venv | clean          (README.md tells what each does)
+#
+#   HTTP_PORT, GRPC_PORT, METRICS_PORT   where the server listens; two servers need different ones
+#   ADDRESS                              0.0.0.0 to be reached from other machines
+#   CHECKPOINT                           directory of a bf16 or an NVFP4 checkpoint
+#   PYTHON                               interpreter for .venv (3.10 to 3.12)
+HTTP_PORT ?= 8000
+GRPC_PORT ?= 8001
+METRICS_PORT ?= 8002
+ADDRESS ?= 127.0.0.1
+CHECKPOINT ?= build/demo/checkpoint
+PYTHON ?=
+PYTEST_ARGS ?=
+
+RUN := .venv/bin/python
+SERVER_ARGS = --http-port '$(HTTP_PORT)' --grpc-port '$(GRPC_PORT)' --metrics-port '$(METRICS_PORT)' \
+	--address '$(ADDRESS)' --checkpoint '$(CHECKPOINT)'
+
+.PHONY: demo serve test test-fast test-server lint venv clean
+.NOTPARALLEL:
+
+demo: venv
+	@$(RUN) -m build.demo_run $(SERVER_ARGS)
+
+serve: venv
+	@$(RUN) -m build.serve $(SERVER_ARGS)
+
+test: test-fast test-server
+
+# Two processes of one thread each beat one of two: most tests are too small for threads.
+test-fast: venv
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not server" -n 2 $(PYTEST_ARGS)
+
+test-server: venv
+	$(RUN) -m pytest -m server $(PYTEST_ARGS)
+
+lint: venv
+	$(RUN) -m ruff check .
+
+venv:
+	@build/venv.sh $(if $(PYTHON),'$(PYTHON)')
+
+clean:
+	rm -rf .cache .pytest_cache .ruff_cache .hypothesis model_repository/llm/1/checkpoint
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
