@@ -1,0 +1,73 @@
+"""Matrix products in fixed tiles of 16 rows.
+
+BLAS libraries choose their kernel, and with it the order of summation, by the number of rows; one fixed shape fixes the
+order, and inside it every row is treated alike.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qwen35.kernels.reference.dense import DenseWeights
+from qwen35.kernels.reference.elementwise import compute_dtype
+from qwen35.nvfp4 import (
+    FP8Tensor,
+    LinearWeight,
+    NVFP4Tensor,
+    fake_quantize_activation,
+    fake_quantize_activation_fp8,
+)
+
+TILE_ROWS = 16
+
+
+def linear(
+    dense: DenseWeights,
+    x: Tensor,
+    weight: LinearWeight,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    quantize_inputs: bool,
+) -> Tensor:
+    """x [..., K] -> [..., N]; `quantize_inputs`: static activation scales of the weight are applied."""
+    dtype = compute_dtype(x.dtype)
+    rows = x.reshape(-1, x.shape[-1])
+    num_rows = rows.shape[0]
+    tiled = pad_rows(rows, dtype)  # [tiles * 16, K]
+    if quantize_inputs:
+        tiled = quantize_activation(tiled, weight)
+    out = tiled.new_empty(tiled.shape[0], weight.shape[0])
+    for start, stop, matrix in dense.blocks(weight, dtype):
+        multiply_tiles(tiled, matrix, out[:, start:stop])
+    out = out[:num_rows]
+    if bias is not None:
+        out = out + bias
+    return out.to(out_dtype).view(*x.shape[:-1], weight.shape[0])
+
+
+def pad_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """rows [T, K] -> [T', K] contiguous in `dtype`, zero rows up to a multiple of 16."""
+    num_rows, width = rows.shape
+    padding = -num_rows % TILE_ROWS
+    if not padding:
+        return rows.to(dtype).contiguous()
+    tiled = rows.new_zeros(num_rows + padding, width, dtype=dtype)
+    tiled[:num_rows] = rows
+    return tiled
+
+
+def multiply_tiles(tiled: Tensor, matrix: Tensor, out: Tensor) -> None:
+    """out [T', N] = tiled [T', K] @ matrix [K, N], a tile at a time."""
+    for rows, result in zip(tiled.split(TILE_ROWS), out.split(TILE_ROWS), strict=True):
+        torch.mm(rows, matrix, out=result)
+
+
+def quantize_activation(x: Tensor, weight: LinearWeight, input_scale: Tensor | None = None) -> Tensor:
+    """x rounded as the weight's static activation scale asks; unchanged where the weight has none."""
+    scale = getattr(weight, "input_scale", None) if input_scale is None else input_scale
+    if scale is None:
+        return x
+    if isinstance(weight, NVFP4Tensor):
+        return fake_quantize_activation(x, scale)
+    return fake_quantize_activation_fp8(x, scale) if isinstance(weight, FP8Tensor) else x

@@ -1,0 +1,91 @@
+"""Router and routed experts.
+
+Each expert's rows are gathered, padded to tiles of 16, and multiplied tile by tile; a token's results are then added in
+ascending expert id. Letters: T tokens, k experts a token, E experts, H hidden, I expert width, R padded rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qwen35.kernels.reference.dense import DenseWeights
+from qwen35.kernels.reference.elementwise import compute_dtype, silu
+from qwen35.kernels.reference.linear import TILE_ROWS, quantize_activation
+from qwen35.nvfp4 import LinearWeight
+
+
+def choose(logits: Tensor, num_experts_per_tok: int) -> tuple[Tensor, Tensor]:
+    """Router logits [T, E] float32 -> expert ids [T, k] ascending and their weights [T, k]; ties to the lowest id."""
+    probabilities = logits.softmax(-1)
+    top, ids = probabilities.sort(stable=True, dim=-1, descending=True)
+    top, ids = top[:, :num_experts_per_tok].contiguous(), ids[:, :num_experts_per_tok]
+    top /= top.sum(-1, keepdim=True)
+    ids, order = ids.sort(-1)
+    return ids, top.gather(1, order)
+
+
+def moe_experts(
+    dense: DenseWeights,
+    x: Tensor,
+    experts: Tensor,
+    weights: Tensor,
+    projections: tuple[LinearWeight, LinearWeight, LinearWeight],
+    quantize_inputs: bool,
+) -> Tensor:
+    """x [T, H], experts and weights [T, k], projections gate, up [E, I, H] and down [E, H, I] -> [T, H]."""
+    gate_proj, up_proj, down_proj = projections
+    token_of_row, row_of_choice, tile_experts = _arrange(experts, gate_proj.shape[0])
+    dtype = compute_dtype(x.dtype)
+    rows = x.to(dtype).index_select(0, token_of_row)  # [R, H]
+    gate = _multiply(dense, rows, gate_proj, tile_experts, quantize_inputs)  # [R, I]
+    up = _multiply(dense, rows, up_proj, tile_experts, quantize_inputs)
+    inner = silu(gate).mul_(up).to(x.dtype).to(dtype)
+    results = _multiply(dense, inner, down_proj, tile_experts, quantize_inputs)  # [R, H]
+    chosen = results.index_select(0, row_of_choice).view(*experts.shape, -1) * weights.unsqueeze(-1)  # [T, k, H]
+    total = chosen[:, 0]
+    for rank in range(1, experts.shape[1]):
+        total = total + chosen[:, rank]
+    return total.to(x.dtype)
+
+
+def _arrange(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[int]]:
+    """(token of each padded row [R], row of each choice [T * k], expert of each tile); padding repeats token 0."""
+    flat = experts.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = flat.bincount(minlength=num_experts).tolist()
+    tile_experts: list[int] = []
+    shifts: list[int] = []  # of an expert's rows, from their place in `order` to their padded place
+    num_sorted = 0
+    for expert, count in enumerate(counts):
+        shifts.append(len(tile_experts) * TILE_ROWS - num_sorted)
+        tile_experts += [expert] * -(-count // TILE_ROWS)
+        num_sorted += count
+    shift = torch.tensor(shifts, device=flat.device).index_select(0, flat.index_select(0, order))
+    row_of_sorted = torch.arange(len(flat), device=flat.device) + shift
+    row_of_choice = torch.empty_like(flat).scatter_(0, order, row_of_sorted)
+    token_of_row = flat.new_zeros(len(tile_experts) * TILE_ROWS)
+    token_of_row[row_of_sorted] = order // experts.shape[1]
+    return token_of_row, row_of_choice, tile_experts
+
+
+def _multiply(
+    dense: DenseWeights, rows: Tensor, stack: LinearWeight, tile_experts: list[int], quantize_inputs: bool
+) -> Tensor:
+    """rows [R, K], each tile times its expert's matrix of stack [E, N, K] -> [R, N]."""
+    if quantize_inputs:
+        rows = _quantize(rows, stack, tile_experts)
+    out = rows.new_empty(len(rows), stack.shape[1])
+    for expert, tile, result in zip(tile_experts, rows.split(TILE_ROWS), out.split(TILE_ROWS), strict=True):
+        torch.mm(tile, dense.matrix(stack, rows.dtype, expert=expert), out=result)
+    return out
+
+
+def _quantize(rows: Tensor, stack: LinearWeight, tile_experts: list[int]) -> Tensor:
+    scale = getattr(stack, "input_scale", None)
+    if scale is None:
+        return rows
+    if scale.ndim:
+        scale = scale[torch.tensor(tile_experts, device=scale.device)]  # [tiles]
+    tiles = rows.view(len(tile_experts), TILE_ROWS, -1)
+    return quantize_activation(tiles, stack, scale).view_as(rows)

@@ -1,0 +1,85 @@
+"""Modules that hold weights: matrices of any kind, norms, and their application through the operations.
+
+Buffers carry the checkpoint's names, so that a module's buffers are found by them before and after `torch.export`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from qwen35.kernels.ops import Ops
+from qwen35.nvfp4 import FP8Tensor, LinearWeight, NVFP4Tensor
+
+
+class Matrix(nn.Module):
+    """A weight [..., N, K], dense or packed, in buffers named as ModelOpt names them on disk."""
+
+    weight: Tensor
+
+    def __init__(self, weight: LinearWeight) -> None:
+        super().__init__()
+        for name, part in _parts(weight).items():
+            self.register_buffer(name, part)
+        self.kind = type(weight)
+        self._packed = None if isinstance(weight, Tensor) else weight
+
+    @property
+    def value(self) -> LinearWeight:
+        """The weight as the operations take it; put together from the buffers where those were replaced."""
+        if self._packed is None:
+            return self.weight
+        if torch.compiler.is_exporting():
+            return self._pack()
+        return self._packed
+
+    def _pack(self) -> LinearWeight:
+        input_scale = getattr(self, "input_scale", None)
+        if self.kind is NVFP4Tensor:
+            return NVFP4Tensor(self.weight, self.weight_scale, self.weight_scale_2, input_scale)
+        return FP8Tensor(self.weight, self.weight_scale, input_scale)
+
+    def _apply(self, fn, recurse: bool = True) -> Matrix:
+        super()._apply(fn, recurse)
+        if self._packed is not None:
+            self._packed = self._pack()
+        return self
+
+
+class Linear(Matrix):
+    """x [..., K] -> [..., N]."""
+
+    def __init__(self, weight: LinearWeight, ops: Ops) -> None:
+        super().__init__(weight)
+        self.ops = ops
+
+    def forward(self, x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        return self.ops.linear(x, self.value, out_dtype=out_dtype)
+
+
+class RMSNorm(nn.Module):
+    """Zero-centred root mean square norm: x [..., H] -> x / rms(x) * (1 + w)."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, weight: Tensor, eps: float, ops: Ops) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+        self.register_buffer("scale", 1.0 + weight.float(), persistent=False)
+        self.eps, self.ops = eps, ops
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ops.rms_norm(x, self.scale, self.eps)
+
+
+def _parts(weight: LinearWeight) -> dict[str, Tensor | None]:
+    if isinstance(weight, NVFP4Tensor):
+        return {
+            "weight": weight.codes,
+            "weight_scale": weight.scales,
+            "weight_scale_2": weight.global_scale,
+            "input_scale": weight.input_scale,
+        }
+    if isinstance(weight, FP8Tensor):
+        return {"weight": weight.weight, "weight_scale": weight.weight_scale, "input_scale": weight.input_scale}
+    return {"weight": weight}
