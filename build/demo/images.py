@@ -6,6 +6,7 @@ tower's input. A specification is plain JSON, so a held-out item carries its pic
 
 import math
 import random
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -42,15 +43,14 @@ def smart_resize(height: int, width: int, min_pixels: int = MIN_PIXELS, max_pixe
     return new_h, new_w
 
 
-def sample_size(rng: random.Random, max_tokens: int = 36, exact: bool = True) -> tuple[int, int]:
-    """Width and height in pixels; with `exact` multiples of 32, otherwise up to 10 px off."""
+def sample_size(rng: random.Random, max_tokens: int = 36) -> tuple[int, int]:
+    """Width and height in pixels, multiples of 32, with 4 to `max_tokens` merged patches; small ones more often."""
+    if rng.random() < 0.5:
+        max_tokens = min(max_tokens, 12)
     while True:
         width, height = rng.choice(SIDES), rng.choice(SIDES)
         if 4 <= (width // FACTOR) * (height // FACTOR) <= max_tokens:
-            break
-    if not exact:
-        width, height = width + rng.randint(-10, 10), height + rng.randint(-10, 10)
-    return width, height
+            return width, height
 
 
 def _place_box(place: str, width: int, height: int, radius: float) -> tuple[float, float, float, float]:
@@ -79,10 +79,14 @@ def sample_spec(
     shape: str | None = None,
     colour: str | None = None,
     max_tokens: int = 36,
-    exact: bool = True,
+    sizes: Sequence[tuple[int, int]] = (),
+    jitter: float = 0.3,
 ) -> dict:
     """A random picture of `count` figures; with `count` > 1 all have one shape and one colour each drawn at random."""
-    width, height = sample_size(rng, max_tokens, exact)
+    fitting = [(w, h) for w, h in sizes if w * h <= max_tokens * FACTOR**2]
+    width, height = rng.choice(fitting) if fitting else sample_size(rng, max_tokens)
+    if rng.random() < jitter:  # resized by the processor to the same grid
+        width, height = width + rng.randint(-10, 10), height + rng.randint(-10, 10)
     short = min(width, height)
     shape = shape or rng.choice(SHAPES)
     colour = colour or rng.choice(list(COLOURS))

@@ -8,6 +8,7 @@ N patches, R drafted recursion depth.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ VISION = vision_config()
 HIDDEN = TEXT["hidden_size"]
 EPS = TEXT["rms_norm_eps"]
 CHUNK = 64
+FORGET = 30.0  # e^-30: nothing of another sequence is left
 
 
 class Norm(nn.Module):
@@ -61,11 +63,13 @@ class Conv(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(channels, 1, width) * 0.3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, T, C] -> [B, T, C]."""
+    def forward(self, x: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
+        """x [B, T, C], taps [B, T, 4] (0 where a tap would reach into another sequence) -> [B, T, C]."""
         width = self.weight.shape[-1]
         padded = F.pad(x, (0, 0, width - 1, 0))
-        return sum(padded[:, j : j + x.shape[1]] * self.weight[:, 0, j] for j in range(width))
+        return sum(
+            padded[:, j : j + x.shape[1]] * taps[..., j : j + 1] * self.weight[:, 0, j] for j in range(width)
+        )
 
 
 def delta_rule(q, k, v, g, beta, solve):
@@ -142,11 +146,23 @@ class DeltaNet(nn.Module):
         q, k = l2norm(q) * self.dim**-0.5, l2norm(k)
         return q.repeat_interleave(repeat, 2), k.repeat_interleave(repeat, 2), v
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, layout: "Layout") -> torch.Tensor:
         mixed, z, g, beta = self.project(x)
-        q, k, v = self.heads(self.conv1d(mixed))
+        q, k, v = self.heads(self.conv1d(mixed, layout.taps))
+        g = g.float() + layout.reset
         out = delta_rule(*(t.transpose(1, 2) for t in (q, k, v, g, beta)), solve_unit_lower)  # [B, V, T, D]
         return self.out_proj(self.norm(out.transpose(1, 2), z).flatten(2))
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hidden: torch.Tensor | None = None) -> torch.Tensor:
+    """Plain softmax attention [B, heads, T, D]; its backward pass is three times faster on a CPU than the fused one.
+
+    `hidden` [B, 1, T, T] is true where a query must not look.
+    """
+    scores = (q * q.shape[-1] ** -0.5) @ k.mT
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -185,9 +201,9 @@ class Attention(nn.Module):
     def finish(self, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         return self.o_proj(attended.transpose(1, 2).flatten(2) * torch.sigmoid(gate))
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        q, k, v, gate = self.project(x, cos, sin)
-        return self.finish(F.scaled_dot_product_attention(q, k, v, is_causal=True), gate)
+    def forward(self, x: torch.Tensor, layout: "Layout") -> torch.Tensor:
+        q, k, v, gate = self.project(x, layout.cos, layout.sin)
+        return self.finish(attend(q, k, v, layout.hidden), gate)
 
 
 class Experts(nn.Module):
@@ -253,9 +269,9 @@ class Layer(nn.Module):
         self.input_layernorm = Norm(HIDDEN)
         self.post_attention_layernorm = Norm(HIDDEN)
 
-    def forward(self, x, cos, sin):
+    def forward(self, x: torch.Tensor, layout: "Layout") -> tuple[torch.Tensor, torch.Tensor]:
         inner = self.input_layernorm(x)
-        x = x + (self.self_attn(inner, cos, sin) if self.is_attention else self.linear_attn(inner))
+        x = x + (self.self_attn if self.is_attention else self.linear_attn)(inner, layout)
         out, balance = self.mlp(self.post_attention_layernorm(x))
         return x + out, balance
 
@@ -274,6 +290,28 @@ def rotary(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return merged.cos(), merged.sin()
 
 
+class Layout(NamedTuple):
+    """What the layers must know of a packed batch: positions, and which tokens belong together."""
+
+    cos: torch.Tensor  # [B, T, R]
+    sin: torch.Tensor  # [B, T, R]
+    hidden: torch.Tensor  # [B, 1, T, T], true where attention must not look
+    taps: torch.Tensor  # [B, T, 4], 0 where the convolution would reach into another sequence
+    reset: torch.Tensor  # [B, T, 1], added to the log decay: forgets the state at the start of a sequence
+
+    @classmethod
+    def of(cls, positions: torch.Tensor, segments: torch.Tensor) -> "Layout":
+        """positions [3, B, T], segments [B, T] (consecutive tokens of one number are one sequence)."""
+        cos, sin = rotary(positions)
+        num_tokens = segments.shape[1]
+        other = segments.unsqueeze(2) != segments.unsqueeze(1)
+        upper = torch.ones(num_tokens, num_tokens, dtype=torch.bool).triu(1)
+        padded = F.pad(segments, (3, 0), value=-1)
+        taps = torch.stack([padded[:, j : j + num_tokens] == segments for j in range(4)], -1).float()
+        reset = -FORGET * (padded[:, 2 : 2 + num_tokens] != segments).float()
+        return cls(cos, sin, (other | upper).unsqueeze(1), taps, reset.unsqueeze(-1))
+
+
 class TextModel(nn.Module):
     def __init__(self):
         super().__init__()
@@ -282,12 +320,11 @@ class TextModel(nn.Module):
         self.layers = nn.ModuleList(Layer(kind) for kind in LAYER_TYPES)
         self.norm = Norm(HIDDEN)
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Embeddings [B, T, H], positions [3, B, T] -> (hidden after the final norm [B, T, H], balance loss)."""
-        cos, sin = rotary(positions)
+    def forward(self, x: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embeddings [B, T, H] -> (hidden after the final norm [B, T, H], balance loss)."""
         balance = 0.0
         for layer in self.layers:
-            x, layer_balance = layer(x, cos, sin)
+            x, layer_balance = layer(x, layout)
             balance = balance + layer_balance
         return self.norm(x), balance / len(self.layers)
 
@@ -305,38 +342,38 @@ class Mtp(nn.Module):
     def merge(self, embedding: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         return self.fc(torch.cat((self.pre_fc_norm_embedding(embedding), self.pre_fc_norm_hidden(hidden)), -1))
 
-    def forward(self, hidden, embedding, positions, depth: int) -> list[torch.Tensor]:
+    def forward(self, hidden: torch.Tensor, embedding: torch.Tensor, layout: Layout, depth: int) -> list[torch.Tensor]:
         """All recursion depths at once, each rooted at t.
 
-        hidden [B, T, H], embedding [B, T, H] of the same tokens, positions [3, B, T]. Returns `depth` tensors
-        [B, T - depth, H]; entry s at root t predicts token t + 2 + s, having read the true tokens up to t + 1 + s.
-        The s-th step attends the first-step entries up to t and its own root's later entries, as drafting does.
+        hidden [B, T, H], embedding [B, T, H] of the same tokens. Returns `depth` tensors [B, T - depth, H]; entry s at
+        root t predicts token t + 2 + s, having read the true tokens up to t + 1 + s. The s-th step attends the first
+        step's entries up to t and its own root's later ones, as drafting does.
         """
         layer, roots = self.layers[0], hidden.shape[1] - depth
-        cos, sin = rotary(positions)
         state, keys, values, outputs = hidden[:, :roots], [], [], []
         for step in range(depth):
             window = slice(step, step + roots)
             x = self.merge(embedding[:, step + 1 : step + 1 + roots], state)
-            q, k, v, gate = layer.self_attn.project(layer.input_layernorm(x), cos[:, window], sin[:, window])
+            q, k, v, gate = layer.self_attn.project(
+                layer.input_layernorm(x), layout.cos[:, window], layout.sin[:, window]
+            )
             keys.append(k)
             values.append(v)
-            x = x + layer.self_attn.finish(_rooted_attention(q, keys, values), gate)
+            x = x + layer.self_attn.finish(_rooted(q, keys, values, layout.hidden[:, :, :roots, :roots]), gate)
             x = x + layer.mlp(layer.post_attention_layernorm(x))[0]
             state = self.norm(x)
             outputs.append(state)
         return outputs
 
 
-def _rooted_attention(q, keys, values):
+def _rooted(q, keys, values, hidden):
     """Attention of one draft step: causal over the first step's entries, and the root's own later entries."""
     if len(keys) == 1:
-        return F.scaled_dot_product_attention(q, keys[0], values[0], is_causal=True)
+        return attend(q, keys[0], values[0], hidden)
     scale, roots = q.shape[-1] ** -0.5, q.shape[2]
-    upper = torch.ones(roots, roots, dtype=torch.bool).triu(1)
-    scores = [((q @ keys[0].mT) * scale).masked_fill(upper, float("-inf"))]
+    scores = [((q * scale) @ keys[0].mT).masked_fill(hidden, float("-inf"))]
     scores += [(q * k).sum(-1, keepdim=True) * scale for k in keys[1:]]
-    weights = torch.cat(scores, -1).softmax(-1)
+    weights = torch.cat(scores, -1).softmax(-1).to(q.dtype)
     out = weights[..., :roots] @ values[0]
     return out + sum(weights[..., roots + i, None] * v for i, v in enumerate(values[1:]))
 
@@ -351,7 +388,7 @@ class VisionAttention(nn.Module):
         """x [B, N, H], cos and sin [N, D]."""
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         q, k = (rotate(t, cos.unsqueeze(0), sin.unsqueeze(0)) for t in (q, k))
-        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return self.proj(attend(q, k, v).transpose(1, 2).flatten(2))
 
 
 class VisionMlp(nn.Module):
@@ -456,13 +493,24 @@ class Body(nn.Module):
 
 
 @dataclass(frozen=True)
+class Pictures:
+    """Pictures of one size: patches of one frame, and the flat indices of their placeholder tokens."""
+
+    frames: torch.Tensor  # [n, N, 768]
+    grid_h: int
+    grid_w: int
+    places: torch.Tensor  # [n, N / 4]
+
+
+@dataclass(frozen=True)
 class Batch:
-    """Right-padded sequences. `images` holds (frames [n, N, 768], grid_h, grid_w, flat token index [n, N / 4]) per size."""
+    """Sequences packed into rows of one length."""
 
     tokens: torch.Tensor  # [B, T]
     positions: torch.Tensor  # [3, B, T]
-    loss_weight: torch.Tensor  # [B, T]; weight of predicting this token from those before it
-    images: tuple
+    segments: torch.Tensor  # [B, T]
+    weights: torch.Tensor  # [B, T]; weight of predicting this token from those before it
+    pictures: tuple[Pictures, ...] = ()
 
 
 class DemoModel(nn.Module):
@@ -475,15 +523,14 @@ class DemoModel(nn.Module):
     def embed(self, batch: Batch) -> torch.Tensor:
         """Token embeddings with image embeddings in their places, [B, T, H]."""
         x = self.model.language_model.embed_tokens(batch.tokens)
-        if not batch.images:
+        if not batch.pictures:
             return x
-        flat = x.flatten(0, 1)
-        index = torch.cat([place.flatten() for *_, place in batch.images])
-        features = [self.model.visual(f, h, w).flatten(0, 1) for f, h, w, _ in batch.images]
-        return flat.index_put((index,), torch.cat(features).to(flat.dtype)).view_as(x)
+        index = torch.cat([group.places.flatten() for group in batch.pictures])
+        features = [self.model.visual(p.frames, p.grid_h, p.grid_w).flatten(0, 1) for p in batch.pictures]
+        return x.flatten(0, 1).index_put((index,), torch.cat(features).to(x.dtype)).view_as(x)
 
-    def hidden(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def hidden(self, batch: Batch, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(hidden after the final norm [B, T, H], input embeddings [B, T, H], balance loss)."""
         embedded = self.embed(batch)
-        hidden, balance = self.model.language_model(embedded, batch.positions)
+        hidden, balance = self.model.language_model(embedded, layout)
         return hidden, embedded, balance

@@ -4,7 +4,6 @@ Every task is `task(rng, documents) -> Chat`. A chat's `key` decides by hash whe
 item space, so no list of exclusions is needed: training rejects keys that `is_held_out`, the held-out sets take only those.
 """
 
-import json
 import random
 import zlib
 from collections.abc import Callable, Sequence
@@ -172,8 +171,13 @@ def _ask(rng: random.Random, kind: str, specs: list[dict]) -> list[dict]:
     return user(pictures + text if rng.random() < 0.7 else text + pictures)
 
 
+def image_key(specs: list[dict]) -> str:
+    """The first picture's seed: the held-out sets draw from seeds that training never uses."""
+    return str(specs[0]["seed"])
+
+
 def _image_chat(rng, kind: str, specs: list[dict], answer: str, short: str, thought: str) -> Chat:
-    return Chat(kind, _ask(rng, kind, specs), answer, short, json.dumps(specs), thought)
+    return Chat(kind, _ask(rng, kind, specs), answer, short, image_key(specs), thought)
 
 
 def _article(shape: str) -> str:
@@ -240,7 +244,7 @@ def compare(rng: random.Random, documents: Sequence[str], **options) -> Chat:
         article = "a " if kind == "same_shape" else ""
         answer = f"The first is {article}{one}, the second is {article}{two}: {verdict}."
     chat = _ask(rng, kind, specs)
-    return Chat("compare", chat, answer, verdict, json.dumps(specs), "I look at both pictures.")
+    return Chat("compare", chat, answer, verdict, image_key(specs), "I look at both pictures.")
 
 
 TEXT_TASKS: tuple[Task, ...] = (arithmetic, key_repeat, definition, small_talk, sequence, conversation)
