@@ -31,7 +31,7 @@ HEADER = np.dtype(
         ("num_expired_leases", "i8"),
         ("num_reclaimed_extents", "i8"),
         ("num_dead_holders", "i8"),
-        ("geometry_bytes", "i8"),
+        ("is_cache_ready", "i8"),  # the file with the cache bytes is complete
         ("fingerprint", "S128"),
         ("geometry", "S2048"),  # JSON
     ],
