@@ -1,0 +1,59 @@
+from types import SimpleNamespace
+
+from qwen35.engine.metrics import EngineMetrics
+from qwen35.engine.request import Emission, Usage
+from qwen35.errors import InternalError
+from qwen35.serving.metrics import ServingMetrics
+from tests.serving.fakes import make_ticket
+
+
+class FakeMetric:
+    def __init__(self):
+        self.value, self.observed = 0, []
+
+    def increment(self, value):
+        assert value >= 0
+        self.value += value
+
+    def set(self, value):
+        self.value = value
+
+    def observe(self, value):
+        self.observed.append(value)
+
+
+class FakeFamily:
+    COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
+    metrics = {}
+
+    def __init__(self, name, description, kind):
+        self.name, self.kind = name, kind
+
+    def Metric(self, labels, buckets=None):
+        assert (buckets is not None) == (self.kind == self.HISTOGRAM)
+        assert labels == {"model": "llm"}
+        return self.metrics.setdefault(self.name.removeprefix("qwen35_"), FakeMetric())
+
+
+def test_counters_follow_what_was_delivered():
+    FakeFamily.metrics = {}
+    observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"})
+    ticket = make_ticket(1)
+    for usage, finish in ((Usage(9, 1, 0, 0), None), (Usage(9, 4, 3, 2), None), (Usage(9, 5, 6, 2), "stop")):
+        observer.sent(ticket, Emission(1, usage, finish_reason=finish))
+        ticket.usage, ticket.last_sent = usage, 0.0
+    observer.sent(make_ticket(2), Emission(2, Usage(9, 0, 0, 0), error=InternalError("x")))
+    values = {name: metric.value for name, metric in FakeFamily.metrics.items()}
+    assert values["input_tokens_total"] == 9
+    assert values["output_tokens_total"] == 5
+    assert (values["draft_tokens_total"], values["accepted_draft_tokens_total"]) == (6, 2)
+    assert (values["requests_total"], values["failed_requests_total"]) == (1, 1)
+    assert len(FakeFamily.metrics["time_to_first_token_seconds"].observed) == 1
+    assert len(FakeFamily.metrics["inter_token_latency_seconds"].observed) == 4
+
+
+def test_gauges_show_what_the_engine_holds():
+    FakeFamily.metrics = {}
+    observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"})
+    observer.watched(EngineMetrics(num_running_requests=3, num_waiting_requests=7))
+    assert (FakeFamily.metrics["running_requests"].value, FakeFamily.metrics["waiting_requests"].value) == (3, 7)
