@@ -12,6 +12,7 @@ from qwen35.prompt.tokenizer import Tokenizer
 USER = {"role": "user", "content": "What is 12 + 30?"}
 TOOL = {"type": "function", "function": {"name": "add", "description": "a < b", "parameters": {"type": "object"}}}
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "x"}}}
+ASKED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
 CHATS = {
     "user": ([USER], None, {}),
     "system": ([{"role": "system", "content": "Be brief."}, USER], None, {}),
@@ -24,7 +25,7 @@ CHATS = {
     "less than": ([{"role": "user", "content": "a < b <| c <|x|> <"}], None, {}),
     "white space": ([{"role": "user", "content": "  é 東京\n\n🙂 "}], None, {}),
     "tools": ([USER], [TOOL], {}),
-    "tool use": ([USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}, {"role": "tool", "content": "42"}], [TOOL], {}),
+    "tool use": ([USER, ASKED, {"role": "tool", "content": "42"}], [TOOL], {}),
     "null content": ([USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}], [TOOL], {}),
 }  # fmt: skip
 

@@ -6,7 +6,10 @@ import tokenizers
 from qwen35.errors import CheckpointError
 from qwen35.prompt.tokenizer import Tokenizer
 
-TEXTS = ["", " ", "Hello world", "a\n\n  b\t c", "naïve 東京 🙂 12345", "<think>\nx\n</think>", "<|im_end|>", "<|im_start|>user\nhi<|im_end|>\n", "<|im_end"]  # fmt: skip
+TEXTS = [
+    "", " ", "Hello world", "a\n\n  b\t c", "naïve 東京 🙂 12345", "<think>\nx\n</think>", "<|im_end|>", "<|im_end",
+    "<|im_start|>user\nhi<|im_end|>\n",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", TEXTS)

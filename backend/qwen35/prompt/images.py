@@ -24,7 +24,7 @@ from qwen35.prompt.pixels import PixelConfig, image_size
 from qwen35.prompt.types import ImageInput, PromptLimits
 
 ImageSource: TypeAlias = bytes | str | Path | Image.Image | np.ndarray
-FORMATS = ("PNG", "JPEG", "MPO", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
+FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF")
 _BASE64 = re.compile(rb"[A-Za-z0-9+/_\-\s]+={0,2}\s*")
 _WEB = ("http://", "https://", "ftp://")
 
