@@ -81,11 +81,11 @@ def place(checkpoint: Path, model_repository: Path, *, copy: bool = False) -> Pa
         shutil.copytree(checkpoint, fresh)
     else:
         fresh.symlink_to(os.path.relpath(checkpoint.resolve(), target.parent.resolve()), target_is_directory=True)
-    if target.is_dir() and not target.is_symlink():
+    if copy and target.is_symlink():
+        target.unlink()  # a directory cannot replace a link
+    elif target.is_dir() and not target.is_symlink():
         shutil.rmtree(target)
-    else:
-        target.unlink(missing_ok=True)
-    fresh.rename(target)
+    fresh.replace(target)
     return target
 
 
