@@ -22,7 +22,8 @@ from torch import Tensor
 Layout = Literal["fused", "per_expert"]
 
 SPECIAL_TOKENS = (
-    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>",
+    "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>",
+    "<|image_pad|>", "<|video_pad|>",
 )  # fmt: skip
 PLAIN_ADDED_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 NUM_BYTE_TOKENS = 256

@@ -1,8 +1,8 @@
 """Loads a checkpoint directory, or one part of it, into typed weights and proves that the load is whole.
 
 Every tensor of the checkpoint is either consumed, once, or named in the report as part of what was left out: the vision
-tower and, with drafting off, the draft for the language model; language model and draft for the vision encoder. Anything
-else is refused by name before the first byte is read.
+tower and, with drafting off, the draft for the language model; language model and draft for the vision encoder.
+Anything else is refused by name before the first byte is read.
 """
 
 from __future__ import annotations
