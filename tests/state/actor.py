@@ -120,6 +120,21 @@ class Actor:
             stream.close()
 
 
+class Actors:
+    """All processes of a test."""
+
+    def __init__(self) -> None:
+        self._started: list[Actor] = []
+
+    def start(self) -> Actor:
+        self._started.append(Actor())
+        return self._started[-1]
+
+    def end(self) -> None:
+        while self._started:
+            self._started.pop().end()
+
+
 def main() -> None:
     commands = Commands()
     for line in sys.stdin:

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.state.actor import Actor
+from tests.state.actor import Actors
 
 
 @pytest.fixture
@@ -19,14 +19,8 @@ def shared_directory() -> Iterator[Path]:
 
 
 @pytest.fixture
-def start_actor() -> Iterator[Callable[[], Actor]]:
+def actors() -> Iterator[Actors]:
     """Starts processes that end with the test."""
-    actors: list[Actor] = []
-
-    def start() -> Actor:
-        actors.append(Actor())
-        return actors[-1]
-
-    yield start
-    for actor in actors:
-        actor.end()
+    actors = Actors()
+    yield actors
+    actors.end()

@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +17,9 @@ from qwen35.state.holder import Holder
 from qwen35.state.locks import process_start_time
 from qwen35.state.manager import Manager
 from qwen35.state.segments import arena_name_of_server, files_of, sweep
-from tests.state.actor import Actor
+from tests.state.actor import Actors
 from tests.state.tiny import tiny_geometry
 
-StartActor = Callable[[], Actor]
 GEOMETRY = tiny_geometry()
 
 
@@ -111,31 +109,31 @@ def test_too_large_tables_leave_no_file(shared_directory: Path):
     assert names(shared_directory) == set()
 
 
-def test_four_processes_at_once_make_one_arena(shared_directory: Path, start_actor: StartActor):
-    actors = [start_actor() for _ in range(4)]
-    for actor in actors:
+def test_four_processes_at_once_make_one_arena(shared_directory: Path, actors: Actors):
+    four = [actors.start() for _ in range(4)]
+    for actor in four:
         actor.tell("attach", str(shared_directory), "a", GEOMETRY.as_dict())
-    assert len({actor.answer() for actor in actors}) == 1
-    assert sorted(actor.call("register", "llm")["row"] for actor in actors) == [0, 1, 2, 3]
-    for actor in actors:
+    assert len({actor.answer() for actor in four}) == 1
+    assert sorted(actor.call("register", "llm")["row"] for actor in four) == [0, 1, 2, 3]
+    for actor in four:
         actor.tell("detach")
-    assert sum(actor.answer() for actor in actors) == 1, "exactly one is the last one out"
+    assert sum(actor.answer() for actor in four) == 1, "exactly one is the last one out"
     assert names(shared_directory) == set()
 
 
-def test_attach_and_leave_many_times_at_once(shared_directory: Path, start_actor: StartActor):
-    actors = [start_actor() for _ in range(3)]
+def test_attach_and_leave_many_times_at_once(shared_directory: Path, actors: Actors):
+    three = [actors.start() for _ in range(3)]
     for round_number in range(20):
-        for actor in actors:
+        for actor in three:
             actor.tell("attach", str(shared_directory), "a", GEOMETRY.as_dict())
             actor.tell("detach")
-        for actor in actors:
+        for actor in three:
             actor.answer(), actor.answer()
         assert names(shared_directory) == set(), round_number
 
 
-def test_a_killed_process_leaves_a_warm_arena_for_the_next(shared_directory: Path, start_actor: StartActor):
-    first = start_actor()
+def test_a_killed_process_leaves_a_warm_arena_for_the_next(shared_directory: Path, actors: Actors):
+    first = actors.start()
     generation = first.call("attach", str(shared_directory), "a", GEOMETRY.as_dict())
     assert first.call("fill_cache", 7) == 0
     first.signal(signal.SIGKILL)
@@ -145,8 +143,8 @@ def test_a_killed_process_leaves_a_warm_arena_for_the_next(shared_directory: Pat
     assert arena.close() and names(shared_directory) == set()
 
 
-def test_what_the_dead_left_is_made_anew_when_it_does_not_fit(shared_directory: Path, start_actor: StartActor):
-    first = start_actor()
+def test_what_the_dead_left_is_made_anew_when_it_does_not_fit(shared_directory: Path, actors: Actors):
+    first = actors.start()
     first.call("attach", str(shared_directory), "a", GEOMETRY.as_dict())
     first.call("fill_cache", 7)
     first.signal(signal.SIGKILL)
@@ -163,8 +161,8 @@ def test_a_half_made_arena_is_finished_by_the_next(shared_directory: Path):
     assert arena.close()
 
 
-def test_a_leaving_process_keeps_the_arena_of_the_others(shared_directory: Path, start_actor: StartActor):
-    arena, other = open_arena(shared_directory), start_actor()
+def test_a_leaving_process_keeps_the_arena_of_the_others(shared_directory: Path, actors: Actors):
+    arena, other = open_arena(shared_directory), actors.start()
     other.call("attach", str(shared_directory), "a", GEOMETRY.as_dict())
     assert other.call("detach") is False
     assert names(shared_directory) == {"a-state"}
@@ -183,8 +181,8 @@ class TestSweep:
             f"{live}-{s}" for s in ("state", "cache", "manager.lock", "holder0.lock")
         } | {"other-file"}
 
-    def test_an_arena_in_use_stays_though_its_server_is_dead(self, shared_directory: Path, start_actor: StartActor):
-        name, stub = dead_server_name(), start_actor()
+    def test_an_arena_in_use_stays_though_its_server_is_dead(self, shared_directory: Path, actors: Actors):
+        name, stub = dead_server_name(), actors.start()
         stub.call("attach", str(shared_directory), name, GEOMETRY.as_dict())
         assert sweep(shared_directory) == []
         stub.signal(signal.SIGKILL)
@@ -202,8 +200,8 @@ class TestSweep:
         assert arena.close() and names(shared_directory) == {"b-1-state"}
 
 
-def test_a_new_llm_waits_for_the_old_one(shared_directory: Path, start_actor: StartActor):
-    old = start_actor()
+def test_a_new_llm_waits_for_the_old_one(shared_directory: Path, actors: Actors):
+    old = actors.start()
     old.call("attach", str(shared_directory), "a", GEOMETRY.as_dict())
     old.call("register", "llm_0")
     arena = open_arena(shared_directory)
