@@ -24,13 +24,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[str, ...] = ()
-    stop: tuple[str, ...] = ()
+    bad_words: tuple[str, ...] = ()  # the tokens that spell such a word are not generated in a row
+    stop: tuple[str, ...] = ()  # the earliest end in the text wins
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # number of top alternatives; None: no logprobs
+    logprobs: int | None = None  # number of top alternatives; None: no logprobs, and cumulative_logprob stays 0
     num_draft_tokens: int | None = None  # None: the engine's; at most the engine's
 
     def __post_init__(self) -> None:
@@ -46,6 +46,12 @@ class SamplingParams:
             raise InvalidArgument.field("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
         if any(not text for text in self.stop):
             raise InvalidArgument.field("stop", "non-empty strings", self.stop)
+        if any(not text.strip() for text in self.bad_words):
+            raise InvalidArgument.field("bad_words", "strings that are more than white space", self.bad_words)
+        if any(token_id < 0 for token_id in self.stop_token_ids):
+            raise InvalidArgument.field("stop_token_ids", "token ids of at least 0", self.stop_token_ids)
+        if any(token_id < 0 or not -100.0 <= bias <= 100.0 for token_id, bias in self.logit_bias):
+            raise InvalidArgument.field("logit_bias", "token ids from 0, values from -100 to 100", self.logit_bias)
 
 
 _RANGES = (
@@ -91,28 +97,34 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class Usage:
-    """Counts so far; equal to what was delivered."""
+    """Counts so far; equal to what was delivered. An EOS or stop token that ends the text is one of the output tokens
+    (its id is delivered, its text is not), as in vLLM. Drafts count when the target has verified them; an accepted
+    draft after the end of the text was not delivered and does not count as accepted."""
 
     num_input_tokens: int
     num_output_tokens: int
-    num_draft_tokens: int
-    num_accepted_draft_tokens: int
+    num_draft_tokens: int  # verified by the target
+    num_accepted_draft_tokens: int  # of those, accepted and delivered
     num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class Emission:
-    """News of one request: the tokens and text of one step. Exactly one emission of a request has ``is_final``."""
+    """News of one request: the tokens and text of one step. Exactly one emission of a request has ``is_final``.
+
+    ``text`` may lag behind ``token_ids``: incomplete characters and what could be the start of a stop string are held
+    back. The texts of all emissions concatenate to the whole text."""
 
     uid: int
     usage: Usage
     token_ids: tuple[int, ...] = ()
     text: str = ""
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # one entry for each new token; the sampled token comes first
-    cumulative_logprob: float = 0.0  # of all generated tokens so far
+    cumulative_logprob: float = 0.0  # of all generated tokens so far; 0 unless sampling.logprobs is set
     finish_reason: str | None = None  # "stop" or "length" on the last emission without an error
     error: Qwen35Error | None = None
-    times: dict[str, int] = field(default_factory=dict)  # nanoseconds since the epoch: arrival, first_scheduled, first_token, last_token
+    # Nanoseconds since the epoch: arrival, first_scheduled, first_token, last_token, as far as they have come.
+    times: dict[str, int] = field(default_factory=dict)
 
     @property
     def is_final(self) -> bool:

@@ -1,0 +1,122 @@
+"""What one pass runs: pieces of sequences, and the tensors that the model's mathematics wants for them.
+
+Letters: S pieces, T tokens of all pieces, H hidden, R rows of logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from qwen35.engine.sequence import Sequence
+from qwen35.views import BatchView, CacheView
+
+
+class Target(Protocol):
+    """The language model (``nn.language.LanguageModel``)."""
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """[T] int64 -> [T, H]."""
+        ...
+
+    def forward(self, embeds: Tensor, batch: BatchView, cache: CacheView) -> Tensor:
+        """[T, H] -> hidden states after the final norm [T, H]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> [R, V] float32."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Inputs of one sequence in one pass: its tokens [start, end), which are also their KV positions.
+
+    The first ``num_decided`` are the sequence's own, the last ones ``drafts``. In the draft's passes entry j pairs token
+    j with the hidden state of token j - 1 and has the rotary position of that.
+    """
+
+    sequence: Sequence
+    start: int
+    num_decided: int
+    drafts: tuple[int, ...] = ()
+    is_deferred: bool = False  # a verify: how many inputs the GDN state takes is known after acceptance
+    is_draft_pass: bool = False
+
+    @property
+    def num_inputs(self) -> int:
+        return self.num_decided + len(self.drafts)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.num_inputs
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.sequence.token_ids[self.start : self.start + self.num_decided] + list(self.drafts)
+
+    @property
+    def rotary_positions(self) -> Tensor:
+        shift = 1 if self.is_draft_pass else 0
+        return self.sequence.rotary_positions(self.start - shift, self.end - shift)
+
+    @property
+    def num_rows(self) -> int:
+        """Positions whose logits are needed: the golden token's and each draft's, the last prompt token's, or none."""
+        is_complete = self.start + self.num_decided == len(self.sequence.token_ids)
+        return 1 + len(self.drafts) if is_complete else 0
+
+
+def batch_view(pieces: SequenceOf[Piece], device: torch.device) -> BatchView:
+    """One entry a piece, in order; all pieces belong to the same pass (target or draft)."""
+    num_inputs = torch.tensor([0] + [piece.num_inputs for piece in pieces])
+    is_draft_pass = pieces[0].is_draft_pass
+
+    def integers(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return BatchView(
+        cu_tokens=num_inputs.cumsum(0).to(device),
+        positions=torch.cat([piece.rotary_positions for piece in pieces], dim=1).to(device),
+        kv_start=integers([piece.start for piece in pieces]),
+        first_kv=integers([int(is_draft_pass)] * len(pieces)),
+        block_table=_block_table(pieces).to(device),
+        slots=integers([piece.sequence.slot or 0 for piece in pieces]),
+        num_pending=integers([0 if is_draft_pass else piece.sequence.num_pending for piece in pieces]),
+        defer=torch.tensor([piece.is_deferred for piece in pieces], device=device),
+    )
+
+
+def _block_table(pieces: SequenceOf[Piece]) -> Tensor:
+    table = torch.zeros(len(pieces), max(len(piece.sequence.block_ids) for piece in pieces), dtype=torch.int64)
+    for row, piece in zip(table, pieces, strict=True):
+        row[: len(piece.sequence.block_ids)] = torch.tensor(piece.sequence.block_ids, dtype=torch.int64)
+    return table
+
+
+def embed(pieces: SequenceOf[Piece], target: Target, device: torch.device) -> Tensor:
+    """[T, H]: the target's embeddings, with the image's own at placeholder tokens of the prompt."""
+    token_ids = [token_id for piece in pieces for token_id in piece.token_ids]
+    embeds = target.embed(torch.tensor(token_ids, dtype=torch.int64, device=device))
+    offset = 0
+    for piece in pieces:
+        indices = piece.sequence.placeholder_indices
+        if len(indices):
+            first, last = torch.searchsorted(indices, torch.tensor([piece.start, piece.end])).tolist()
+            rows = (indices[first:last] - piece.start + offset).to(device)
+            embeds[rows] = piece.sequence.request.image_embeds[first:last].to(embeds)
+        offset += piece.num_inputs
+    return embeds
+
+
+def logit_rows(pieces: SequenceOf[Piece]) -> Tensor:
+    """[R] int64: indices among the T tokens whose logits are needed, piece by piece."""
+    rows: list[int] = []
+    offset = 0
+    for piece in pieces:
+        offset += piece.num_inputs
+        rows.extend(range(offset - piece.num_rows, offset))
+    return torch.tensor(rows, dtype=torch.int64)

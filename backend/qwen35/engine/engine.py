@@ -1,0 +1,223 @@
+"""The loop: schedule, run the target, decide, commit, draft, emit. Knows neither Triton nor who owns the memory.
+
+Any thread may submit and abort; one thread steps. Whatever happens, every submitted request gets exactly one final
+emission."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from qwen35.config import ModelConfig
+from qwen35.engine.admission import Admission
+from qwen35.engine.batch import Piece, Target
+from qwen35.engine.detokenizer import Vocabulary
+from qwen35.engine.draft import Draft, Drafter
+from qwen35.engine.metrics import EngineMetrics
+from qwen35.engine.request import Emission, Request
+from qwen35.engine.scheduler import Pool, Scheduler
+from qwen35.engine.sequence import Decision, Sequence
+from qwen35.engine.target import TargetRunner
+from qwen35.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArgument, Qwen35Error, Unavailable
+from qwen35.settings import Settings
+from qwen35.views import CacheView
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves many requests with one target and one draft.
+
+    The loop of its owner: ``while alive: engine.wait(0.05); deliver(engine.step())``, at the end
+    ``deliver(engine.shutdown(…))``."""
+
+    def __init__(
+        self,
+        target: Target,
+        draft: Draft | None,
+        pool: Pool,
+        cache: CacheView,
+        tokenizer: Any,
+        config: ModelConfig,
+        settings: Settings,
+    ) -> None:
+        """``draft``: None turns drafting off. ``pool`` hands out block and slot numbers of ``cache``. ``tokenizer``:
+        anything that ``Vocabulary`` takes."""
+        device = cache.attention[0].keys.device
+        num_draft_tokens = settings.num_draft_tokens if draft is not None else 0
+        self.vocabulary = Vocabulary(tokenizer)
+        self.metrics = EngineMetrics()
+        self._max_queued_requests = settings.max_queued_requests
+        self._admission = Admission(
+            self.vocabulary,
+            vocab_size=config.text.vocab_size,
+            eos_token_ids=config.eos_token_ids,
+            placeholder_token_ids=frozenset(t for t in (config.image_token_id, config.video_token_id) if t is not None),
+            max_context_tokens=settings.max_context_tokens or config.text.max_position_embeddings,
+            block_tokens=settings.block_tokens,
+            num_total_blocks=pool.num_total_blocks,
+            num_draft_tokens=num_draft_tokens,
+        )
+        self._scheduler = Scheduler(
+            pool, block_tokens=settings.block_tokens, max_batch_tokens=settings.max_batch_tokens
+        )
+        self._target = TargetRunner(target, cache, device)
+        self._drafter = Drafter(draft, target, cache, device) if num_draft_tokens else None
+        self._changed = threading.Condition()
+        self._inbox: deque[Sequence] = deque()  # this and the next two are guarded by _changed
+        self._aborts: dict[int, Qwen35Error] = {}
+        self._refusal: Qwen35Error | None = None
+        self._live: dict[int, Sequence] = {}  # by uid; written under _changed
+
+    def submit(self, request: Request) -> None:
+        """Any thread. Raises InvalidArgument, Unavailable (queue full, engine shut down), and then emits nothing."""
+        sequence = self._admission.sequence(request)
+        with self._changed:
+            if self._refusal is not None:
+                raise self._refusal
+            num_queued = len(self._inbox) + len(self._scheduler.waiting)
+            if num_queued >= self._max_queued_requests:
+                raise Unavailable(
+                    f"queue: expected fewer than {self._max_queued_requests} waiting requests, got {num_queued}; "
+                    "try again later"
+                )
+            if request.uid in self._live:
+                raise InvalidArgument.field("uid", "an id that no live request has", request.uid)
+            self._live[request.uid] = sequence
+            self._inbox.append(sequence)
+            self._changed.notify_all()
+
+    def abort(self, uid: int, error: Qwen35Error | None = None) -> None:
+        """Any thread. The request ends with ``error`` (default: Cancelled) at the next step; without effect once it
+        has ended."""
+        with self._changed:
+            if uid in self._live:
+                self._aborts.setdefault(uid, error or Cancelled())
+                self._changed.notify_all()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not had its final emission."""
+        return bool(self._live)
+
+    def wait(self, timeout_seconds: float) -> None:
+        """Returns at once when a step has something to run, else on a submit or an abort, or after the timeout
+        (requests that wait for memory are looked at again then)."""
+        with self._changed:
+            if not (self._inbox or self._aborts or self._scheduler.running):
+                self._changed.wait(timeout_seconds)
+
+    def notify(self) -> None:
+        """Any thread: ends a ``wait``, because there is memory again or the owner has something else to do."""
+        with self._changed:
+            self._changed.notify_all()
+
+    @torch.inference_mode()
+    def step(self) -> list[Emission]:
+        """One round of the loop, by one thread. A round that throws ends the requests it ran with an error."""
+        emissions = self._emit(self._take_in())
+        pieces: list[Piece] = []
+        try:
+            pieces = self._scheduler.next_batch()
+            if pieces:
+                hidden = self._target.run(pieces)
+                self._commit(pieces, self._target.decide(pieces, hidden))
+                if self._drafter is not None:
+                    self._drafter.propose(pieces, hidden)
+        except Exception as error:
+            self._fail([piece.sequence for piece in pieces] or self._live_sequences(), error)
+        return emissions + self._emit(list(self._scheduler.running + self._scheduler.waiting))
+
+    def shutdown(self, error: Qwen35Error) -> list[Emission]:
+        """By the stepping thread: refuses further requests and ends all others with ``error``."""
+        with self._changed:
+            self._refusal = error
+        self._take_in()
+        sequences = self._live_sequences()
+        for sequence in sequences:
+            sequence.error = sequence.error or error
+        return self._emit(sequences)
+
+    def _take_in(self) -> list[Sequence]:
+        """Moves submitted requests to the scheduler; returns those that were aborted or are past their deadline."""
+        with self._changed:
+            while self._inbox:
+                self._scheduler.add(self._inbox.popleft())
+            aborts, self._aborts = self._aborts, {}
+        now = time.monotonic()
+        ended: list[Sequence] = []
+        for sequence in self._live_sequences():
+            if sequence.request.uid in aborts:
+                sequence.error = aborts[sequence.request.uid]
+            elif sequence.request.deadline < now:
+                sequence.error = DeadlineExceeded(_deadline_message(sequence))
+            if sequence.is_finished:
+                ended.append(sequence)
+        return ended
+
+    def _live_sequences(self) -> list[Sequence]:
+        with self._changed:  # submit() adds from other threads
+            return list(self._live.values())
+
+    def _commit(self, pieces: Iterable[Piece], decisions: Iterable[Decision]) -> None:
+        """KV length, GDN state and conv window of each sequence: together."""
+        metrics = self.metrics
+        metrics.num_steps += 1
+        for piece, decision in zip(pieces, decisions, strict=True):
+            before = piece.sequence.usage
+            metrics.num_target_tokens += piece.num_inputs
+            metrics.num_prompt_tokens += piece.num_inputs if piece.sequence.is_prefilling else 0
+            piece.sequence.commit(
+                decision,
+                start=piece.start,
+                num_inputs=piece.num_inputs,
+                drafts=piece.drafts,
+                is_deferred=piece.is_deferred,
+            )
+            after = piece.sequence.usage
+            metrics.num_output_tokens += after.num_output_tokens - before.num_output_tokens
+            metrics.num_draft_tokens += after.num_draft_tokens - before.num_draft_tokens
+            metrics.num_accepted_draft_tokens += after.num_accepted_draft_tokens - before.num_accepted_draft_tokens
+
+    def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
+        """Ends ``sequences`` with an error whose message names the fault; the traceback goes to the log alone."""
+        _LOGGER.error("engine step failed", exc_info=error)
+        is_shown = isinstance(error, Qwen35Error)
+        shown = error if is_shown else InternalError(f"engine: a step failed with {type(error).__name__}")
+        for sequence in sequences:
+            if not sequence.is_finished:
+                sequence.error = shown
+
+    def _emit(self, sequences: Iterable[Sequence]) -> list[Emission]:
+        """What is new of each sequence; finished ones give back their memory and are forgotten."""
+        emissions: list[Emission] = []
+        for sequence in sequences:
+            emission = sequence.take_emission()
+            if emission is not None:
+                emissions.append(emission)
+            if sequence.is_finished:
+                self._forget(sequence)
+        self.metrics.num_waiting_requests = len(self._scheduler.waiting)
+        self.metrics.num_running_requests = len(self._scheduler.running)
+        return emissions
+
+    def _forget(self, sequence: Sequence) -> None:
+        self._scheduler.remove(sequence)
+        with self._changed:
+            del self._live[sequence.request.uid]
+        if sequence.error is None:
+            self.metrics.num_finished_requests += 1
+        else:
+            self.metrics.num_failed_requests += 1
+
+
+def _deadline_message(sequence: Sequence) -> str:
+    allowed = sequence.request.deadline - sequence.request.arrival
+    state = "waiting" if sequence.slot is None else f"after {sequence.num_generated_tokens} tokens"
+    return f"deadline: expected the request to finish within {allowed:.1f} s, it was still {state}"

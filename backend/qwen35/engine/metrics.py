@@ -1,0 +1,21 @@
+"""Counters of the engine. Written by the engine's thread alone, read by anyone: each is one integer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class EngineMetrics:
+    """Totals since the start, and what is there now."""
+
+    num_steps: int = 0
+    num_target_tokens: int = 0  # inputs that the target has run: prompt, golden tokens and drafts
+    num_prompt_tokens: int = 0  # of finished prefills
+    num_output_tokens: int = 0  # delivered
+    num_draft_tokens: int = 0  # verified
+    num_accepted_draft_tokens: int = 0  # accepted and delivered
+    num_finished_requests: int = 0
+    num_failed_requests: int = 0  # cancelled and expired ones included
+    num_waiting_requests: int = 0  # now
+    num_running_requests: int = 0  # now

@@ -1,0 +1,185 @@
+"""One request on its way through the engine. A sequence stores little and derives the rest; it knows no model.
+
+Invariant: 0 <= num_computed_tokens < len(token_ids) <= max_total_tokens, and the blocks hold max_total_tokens tokens.
+    token_ids [0, num_prompt_tokens) prompt, [num_prompt_tokens, end) generated: all decided, none is ever taken back
+    KV        [0, num_computed_tokens) valid, in the target; what lies behind is overwritten
+    GDN       num_computed_tokens - num_pending inputs applied, num_pending accepted ones waiting in the slot
+    drafts    proposals for the positions after token_ids; the last decided token ("golden") has not been run yet
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qwen35.engine.detokenizer import TextStream
+from qwen35.engine.processors import Processors
+from qwen35.engine.request import Emission, Request, TokenLogprob, Usage
+from qwen35.engine.sampler import Row
+from qwen35.errors import Qwen35Error
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a step decided for one sequence: nothing (a prompt chunk in the middle), tokens, or that it can't go on."""
+
+    token_ids: tuple[int, ...] = ()  # accepted drafts, then the bonus token
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # one entry for each token, when asked for
+    error: Qwen35Error | None = None
+
+
+class Sequence:
+    """Owned by the engine's thread. ``block_ids`` and ``slot`` are set at admission by the scheduler."""
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        max_total_tokens: int,
+        max_draft_tokens: int,
+        end_token_ids: frozenset[int],
+        text: TextStream,
+        processors: Processors | None = None,
+        placeholder_indices: SequenceOf[int] = (),
+    ) -> None:
+        """``max_total_tokens``: prompt and output. ``end_token_ids``: EOS and stop tokens. ``placeholder_indices``:
+        ascending places in the prompt that take a row of image_embeds each."""
+        self.request = request
+        self.max_total_tokens = max_total_tokens
+        self.end_token_ids = end_token_ids
+        self.processors = processors
+        self.placeholder_indices = torch.tensor(list(placeholder_indices), dtype=torch.int64)
+        self.token_ids = list(request.token_ids)
+        self.num_computed_tokens = 0
+        self.num_pending = 0
+        self.drafts: tuple[int, ...] = ()
+        self.block_ids: tuple[int, ...] = ()
+        self.slot: int | None = None  # None: waiting
+        self.last_step = -1  # of the scheduler, in which this sequence was run
+        self.finish_reason: str | None = None
+        self.error: Qwen35Error | None = None
+        self.times = {"arrival": time.time_ns() - max(0, int((time.monotonic() - request.arrival) * 1e9))}
+        self._max_draft_tokens = max_draft_tokens
+        self._text = text
+        self._next_rotary_position = int(request.positions.max()) + 1
+        self._num_draft_tokens = 0
+        self._num_accepted_draft_tokens = 0
+        self._num_emitted_tokens = 0
+        self._new_logprobs: list[tuple[TokenLogprob, ...]] = []
+        self._cumulative_logprob = 0.0
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Decided tokens beside the golden one have not been run, or there is no golden token yet."""
+        return self.num_generated_tokens == 0 or self.num_computed_tokens < len(self.token_ids) - 1
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def uses_draft(self) -> bool:
+        """Whether a draft can ever be verified: with less than three tokens to generate or k = 0 it cannot."""
+        return min(self._max_draft_tokens, self.max_total_tokens - self.num_prompt_tokens - 2) > 0
+
+    @property
+    def num_wanted_drafts(self) -> int:
+        """Drafts worth proposing after the decided tokens: the bonus token needs a place too."""
+        return max(0, min(self._max_draft_tokens, self.max_total_tokens - len(self.token_ids) - 1))
+
+    def rotary_positions(self, start: int, end: int) -> Tensor:
+        """[3, end - start] int64 for the tokens [start, end): the prompt's own, then one more on all axes each
+        token."""
+        num_prompt = self.num_prompt_tokens
+        prompt = self.request.positions[:, start : min(end, num_prompt)]
+        first = max(start, num_prompt)
+        shift = self._next_rotary_position - num_prompt
+        generated = torch.arange(first + shift, max(end, first) + shift, dtype=torch.int64).expand(3, -1)
+        return torch.cat([prompt, generated], dim=1)
+
+    def row(self, drafts: tuple[int, ...] = ()) -> Row:
+        """What the sampler needs to know for the position after the decided tokens and then ``drafts``."""
+        request, index = self.request, self.num_generated_tokens + len(drafts)
+        return Row(request.sampling, request.seed, index, self.processors, drafts)
+
+    def commit(
+        self, decision: Decision, *, start: int, num_inputs: int, drafts: tuple[int, ...], is_deferred: bool
+    ) -> None:
+        """A step ran ``num_inputs`` tokens from KV position ``start``, ``drafts`` the last of them. KV length, GDN
+        state and conv window advance together: by everything, or for a deferred verify by as many inputs as tokens
+        were decided."""
+        num_accepted_inputs = len(decision.token_ids) if is_deferred else num_inputs
+        self.num_computed_tokens = start + num_accepted_inputs
+        self.num_pending = num_accepted_inputs if is_deferred else 0
+        self.drafts = ()
+        self.error = decision.error
+        num_before = len(self.token_ids)
+        for index, token_id in enumerate(decision.token_ids):
+            self._append(token_id, decision.logprobs[index] if decision.logprobs else ())
+            if self.is_finished:
+                break
+        self._num_draft_tokens += len(drafts)
+        num_accepted_drafts = max(0, len(decision.token_ids) - 1)
+        self._num_accepted_draft_tokens += min(num_accepted_drafts, len(self.token_ids) - num_before)
+
+    def _append(self, token_id: int, logprobs: tuple[TokenLogprob, ...]) -> None:
+        """One decided token; sets ``finish_reason`` where the text ends. An end token's own text is left out of the
+        text."""
+        sampling = self.request.sampling
+        self.token_ids.append(token_id)
+        self.times["last_token"] = time.time_ns()
+        self.times.setdefault("first_token", self.times["last_token"])
+        if self.processors is not None:
+            self.processors.observe(token_id)
+        if logprobs:
+            self._new_logprobs.append(logprobs)
+            self._cumulative_logprob += logprobs[0].logprob
+        is_end = token_id in self.end_token_ids
+        may_stop = self.num_generated_tokens > sampling.min_tokens  # as in vLLM
+        if not is_end or sampling.include_stop_str_in_output:
+            is_end = self._text.push(token_id, may_stop) or is_end
+        if is_end:
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.max_total_tokens:
+            self.finish_reason = "length"
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            num_input_tokens=self.num_prompt_tokens,
+            num_output_tokens=self.num_generated_tokens,
+            num_draft_tokens=self._num_draft_tokens,
+            num_accepted_draft_tokens=self._num_accepted_draft_tokens,
+        )
+
+    def take_emission(self) -> Emission | None:
+        """What is new since the last one; None when there is nothing to say."""
+        first_new = self.num_prompt_tokens + self._num_emitted_tokens
+        token_ids = tuple(self.token_ids[first_new:])
+        if not token_ids and not self.is_finished:
+            return None
+        self._num_emitted_tokens += len(token_ids)
+        logprobs, self._new_logprobs = tuple(self._new_logprobs), []
+        return Emission(
+            uid=self.request.uid,
+            usage=self.usage,
+            token_ids=token_ids,
+            text=self._text.take(is_final=self.is_finished),
+            logprobs=logprobs,
+            cumulative_logprob=self._cumulative_logprob,
+            finish_reason=None if self.error else self.finish_reason,
+            error=self.error,
+            times=dict(self.times),
+        )
