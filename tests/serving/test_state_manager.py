@@ -1,0 +1,171 @@
+"""The adapter over a fake of Triton's module and a real arena."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from qwen35.state.arena import Arena
+from qwen35.state.holder import Holder
+from qwen35.state.leases import Lease
+from qwen35.state.segments import SHARED_MEMORY
+from tests.serving.fake_triton import Request, load_model, model_args, text
+
+CHECKPOINT = Path(__file__).parents[2] / "build" / "demo" / "checkpoint"
+
+
+class Gauge:
+    value = None
+
+    def set(self, value):
+        self.value = value
+
+
+class Family:
+    GAUGE = "gauge"
+    gauges: dict[str, Gauge] = {}
+
+    def __init__(self, name, description, kind):
+        assert kind == self.GAUGE and description
+        self.name = name
+
+    def Metric(self, labels):
+        return self.gauges.setdefault(f"{self.name}.{labels['state']}", Gauge())
+
+
+class Served:
+    """One state_manager of one server."""
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self.module, self.name, self.control = module, name, []
+        Family.gauges = {}
+        module.pb_utils.MetricFamily = Family
+        module.pb_utils.unload_model = lambda model: self.control.append(("unload", model))
+        module.pb_utils.load_model = lambda model: self.control.append(("load", model))
+        self.model = self.start()
+
+    def start(self):
+        settings = {"arena_name": self.name, "checkpoint": CHECKPOINT, "kv_cache_bytes": 1 << 20}
+        model = self.module.TritonPythonModel()
+        model.initialize(model_args("state_manager", heartbeat_seconds=0.02, unclaimed_lease_seconds=0.1, **settings))
+        return model
+
+    def infer(self, **inputs):
+        """Outputs as JSON by name, or the error."""
+        tensors = {name: value if isinstance(value, np.ndarray) else text(value) for name, value in inputs.items()}
+        (response,) = self.model.execute([Request(tensors)])
+        if response.error is not None:
+            return str(response.error)
+        return {name: json.loads(tensor.as_numpy()[0]) for name, tensor in response.outputs.items()}
+
+    def operate(self, operation: str, **message):
+        return self.infer(operation=operation, request=json.dumps(message))
+
+    def open(self, request_id: str = "7") -> Lease:
+        request = {"uid": "ab", "request_id": request_id, "deadline_unix_ns": time.time_ns() + 10**10}
+        answer = self.infer(request=json.dumps(request), token_ids=np.zeros(3, np.int32))
+        assert list(answer) == ["lease"]
+        return Lease(**answer["lease"])
+
+    def attach(self) -> Arena:
+        return Arena.open(self.name, self.model._arena.geometry, self.module.fingerprint(CHECKPOINT))
+
+    @property
+    def files(self) -> list[Path]:
+        return list(SHARED_MEMORY.glob(f"{self.name}-*"))
+
+
+@pytest.fixture
+def served(monkeypatch) -> Iterator[Served]:
+    served = Served(load_model(monkeypatch, "state_manager"), f"qwen35test-{os.getpid()}-{time.time_ns()}")
+    yield served
+    served.model.finalize()
+    assert served.files == []
+
+
+def wait_until(condition) -> bool:
+    end = time.monotonic() + 3
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.005)
+    return condition()
+
+
+def test_open_is_the_default_and_every_other_operation_answers_in_result(served):
+    lease = served.open()
+    assert served.operate("cancel", request_id="7") == {"result": {"cancelled": 1}}
+    stats = served.operate("stats")["result"]
+    assert (stats["num_open_leases"], stats["blocks"]["free"]) == (1, stats["blocks"]["total"])
+    assert served.infer(operation="stats") == {"result": stats}
+    assert served.operate("close", leases=[vars(lease)]) == {"result": {"closed": 1}}
+
+
+def test_errors_begin_with_a_code_and_name_the_field(served):
+    error = served.infer(operation="explode")
+    assert error.startswith("INVALID_ARG: operation: expected one of open, claim,") and error.endswith("got 'explode'")
+    assert served.infer() == "INVALID_ARG: deadline_unix_ns: expected an integer of 64 bits, got None"
+    assert served.infer(request="{") == "INVALID_ARG: request: expected a JSON object, got '{'"
+    assert served.infer(request="[]") == "INVALID_ARG: request: expected a JSON object, got []"
+    assert served.operate("cancel", request_id="") == "INVALID_ARG: request_id: expected a non-empty string, got ''"
+    broken = np.array([b"\xff"], np.object_)
+    assert served.infer(request=broken).startswith("INVALID_ARG: request: expected UTF-8 text")
+
+
+def test_each_of_a_batch_is_answered_though_one_is_wrong(served):
+    requests = [Request({"operation": text(name)}) for name in ("stats", "nonsense", "check")]
+    responses = served.model.execute(requests)
+    assert [response.error is None for response in responses] == [True, False, True]
+
+
+def test_a_fault_of_ours_shows_no_traceback(served, monkeypatch):
+    monkeypatch.setattr(served.model._operations, "run", lambda *_: 1 / 0)
+    assert served.infer(operation="stats") == "INTERNAL: state_manager: the operation failed with ZeroDivisionError"
+
+
+def test_gauges_follow_the_tables(served):
+    served.open()
+    assert wait_until(lambda: Family.gauges["qwen35_state_leases.open"].value == 1)
+    assert wait_until(lambda: Family.gauges["qwen35_state_leases.open"].value == 0), "it expires unclaimed"
+    values = {name: gauge.value for name, gauge in Family.gauges.items()}
+    geometry = served.model._arena.geometry
+    assert (values["qwen35_state_blocks.free"], values["qwen35_state_slots.free"]) == (geometry.num_blocks, 16)
+    assert values["qwen35_state_blocks.held"] == values["qwen35_state_blocks.cached"] == 0
+
+
+def test_a_dead_llm_is_unloaded_and_loaded_again(served):
+    arena = served.attach()
+    holder = Holder.register(arena, "llm_0_0")
+    assert served.operate("acquire", holder=vars(holder.ref), key=1, num_blocks=3, num_slots=1)["result"]["extent"]
+    assert served.operate("stats")["result"]["blocks"]["held"] == 3
+    holder._lock.release()  # as the kernel does for a killed process
+    assert wait_until(lambda: served.control == [("unload", "llm"), ("load", "llm")])
+    assert served.operate("stats")["result"]["blocks"]["held"] == 0
+    arena.close()
+
+
+def test_a_reloaded_manager_finds_leases_and_holders(served):
+    arena = served.attach()
+    holder = Holder.register(arena, "llm_0_0")
+    lease = served.open()
+    served.operate("acquire", holder=vars(holder.ref), key=1, num_blocks=3, num_slots=1)
+    served.model.finalize()
+    assert served.files, "the llm still uses the arena"
+    served.model = served.start()
+    assert served.operate("claim", holder=vars(holder.ref), leases=[vars(lease)])["result"]["claims"] == ["claimed"]
+    assert served.operate("cancel", request_id="7")["result"] == {"cancelled": 1}
+    assert holder.cancelled([lease]) == [True]
+    assert served.operate("stats")["result"]["blocks"]["held"] == 3 and served.control == []
+    holder.close()
+    arena.close()
+
+
+def test_two_servers_side_by_side(served, monkeypatch):
+    other = Served(load_model(monkeypatch, "state_manager"), f"{served.name}b")
+    served.open("1")
+    assert other.operate("cancel", request_id="1") == {"result": {"cancelled": 0}}
+    other.model.finalize()
+    assert other.files == [] and served.operate("check") == {"result": {"ok": True}}
