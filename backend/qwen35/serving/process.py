@@ -15,7 +15,7 @@ import torch
 
 from qwen35.errors import ConfigError
 from qwen35.settings import Settings
-from qwen35.state.locks import process_start_time
+from qwen35.state.segments import arena_name_of_server
 
 
 def prepare_process() -> None:
@@ -41,7 +41,7 @@ def settings_of(args: Mapping[str, str], environment: Mapping[str, str] | None =
     return replace(
         settings,
         checkpoint=str((root / settings.checkpoint).resolve()),
-        arena_name=settings.arena_name or server_name(os.getppid()),
+        arena_name=settings.arena_name or arena_name_of_server(os.getppid()),
     )
 
 
@@ -56,11 +56,3 @@ def select_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device: expected a device of this machine, got {name!r}, which has no GPU; use auto or cpu")
     return device
-
-
-def server_name(server_pid: int) -> str:
-    """``qwen35-<pid>-<start time>``: two servers, or two lives of one pid, never share a name."""
-    start_time = process_start_time(server_pid)
-    if start_time is None:
-        raise RuntimeError(f"server process: expected pid {server_pid} to be alive, got none")
-    return f"qwen35-{server_pid}-{start_time}"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from qwen35.errors import InvalidArgument, Qwen35Error
+from qwen35.errors import InternalError, InvalidArgument, Qwen35Error
 from qwen35.serving.options import IMAGE_INPUTS, RawRequest
 from qwen35.serving.responses import Response
 
@@ -109,8 +110,24 @@ class TritonReply:
         response = self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))
         self._sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
+    def refuse(self, error: Exception, who: str) -> None:
+        """Whatever went wrong: one error response. A client sees no traceback and no detail of a fault of ours."""
+        if not isinstance(error, Qwen35Error):
+            log_fault(self._pb_utils, who, error)
+            error = InternalError(f"{who}: the request failed with {type(error).__name__}")
+        try:
+            self.fail(error)
+        except Exception as failure:  # the client is gone, or the server stops
+            self._pb_utils.Logger.log_warn(f"{who}: no way to a client: {failure}")
+
     def is_cancelled(self) -> bool:
         return self._sender.is_cancelled()
+
+
+def log_fault(pb_utils: Any, who: str, error: BaseException) -> None:
+    """To the server's log, with the traceback."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    pb_utils.Logger.log_error(f"{who}: {text}")
 
 
 def _tensor(pb_utils: Any, name: str, array: np.ndarray) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from qwen35.errors import Cancelled, DeadlineExceeded, InternalError, Qwen35Error
+from qwen35.errors import Cancelled, DeadlineExceeded
 from qwen35.serving.encoding import Encoded, RequestEncoder, has_images
 from qwen35.serving.options import PromptSource, resolve
 from qwen35.serving.process import prepare_process, select_device, settings_of
@@ -39,7 +39,7 @@ class TritonPythonModel:
             try:
                 self._accept(request, reply)
             except Exception as error:
-                _fail(reply, error)
+                reply.refuse(error, "vision_encoder")
 
     def finalize(self) -> None:
         for workers in (self._text_worker, self._image_workers):
@@ -58,7 +58,7 @@ class TritonPythonModel:
                 raise DeadlineExceeded("deadline: expected the prompt to be encoded before it, got no worker in time")
             reply.send_tensors(_tensors(self._encoder.encode(resolved, source)), is_final=True)
         except Exception as error:
-            _fail(reply, error)
+            reply.refuse(error, "vision_encoder")
 
 
 def _tensors(encoded: Encoded) -> list[Any]:
@@ -68,14 +68,3 @@ def _tensors(encoded: Encoded) -> list[Any]:
         pb_utils.Tensor("positions", encoded.positions.numpy()),
         pb_utils.Tensor.from_dlpack("embeds", encoded.embeds),
     ]
-
-
-def _fail(reply: TritonReply, error: Exception) -> None:
-    """Every request ends with one response, and no client sees a traceback."""
-    if not isinstance(error, Qwen35Error):
-        pb_utils.Logger.log_error(f"vision_encoder: {type(error).__name__}: {error}")
-        error = InternalError(f"vision_encoder: the request failed with {type(error).__name__}")
-    try:
-        reply.fail(error)
-    except Exception as failure:  # the client is gone, or the server stops
-        pb_utils.Logger.log_warn(f"vision_encoder: no way to a client: {failure}")
