@@ -59,8 +59,13 @@ def pad_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 def multiply_tiles(tiled: Tensor, matrix: Tensor, out: Tensor) -> None:
     """out [T', N] = tiled [T', K] @ matrix [K, N], a tile at a time."""
-    for rows, result in zip(tiled.split(TILE_ROWS), out.split(TILE_ROWS), strict=True):
+    for rows, result in zip(tiles_of(tiled), tiles_of(out), strict=True):
         torch.mm(rows, matrix, out=result)
+
+
+def tiles_of(rows: Tensor) -> tuple[Tensor, ...]:
+    """[T', N] -> views of 16 rows each."""
+    return (rows,) if rows.shape[0] == TILE_ROWS else rows.unflatten(0, (-1, TILE_ROWS)).unbind(0)
 
 
 def quantize_activation(x: Tensor, weight: LinearWeight, input_scale: Tensor | None = None) -> Tensor:
