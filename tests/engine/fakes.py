@@ -1,9 +1,9 @@
 """A target and a draft that are tables, over real caches, blocks and slots.
 
-The hidden state of a token is a hash of everything up to it, and the hash picks a row from a table of random logits: one
-wrong, missing or repeated input changes all that follows. The target keeps its tokens in paged KV and a hash in the GDN
-slot, and asserts at every pass that both tell the same story. The draft keeps pairs in its own KV and asserts that they form
-the chain of decided tokens. So a wrong block, slot, pending count or pairing fails at once and by name.
+The hidden state of a token is a hash of everything up to it, and the hash picks a row from a table of random logits:
+one wrong, missing or repeated input changes all that follows. The target keeps its tokens in paged KV and a hash in the
+GDN slot, and asserts at every pass that both tell the same story. The draft keeps pairs in its own KV and asserts that
+they form the chain of decided tokens. So a wrong block, slot, pending count or pairing fails at once and by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from qwen35.state.geometry import Geometry
 from qwen35.state.local import LocalState
 from qwen35.views import BatchView, CacheView
 
-# Byte-level pieces: letters, a space in front, two halves of "é", two thirds and a third of "€", a stray byte; then specials.
+# Byte-level pieces: letters, some with a space, two halves of "é", two parts of "€", a stray byte; then specials.
 PIECES = [*"abcdefghijklmnop", "Ġ", "Ġthe", "ab", "cd", "Ã", "©", "âĤ", "¬", "ÿ", "Ċ"]
 SPECIALS = ["<eos>", "<image>", "<video>", "<end>"]
 EOS, IMAGE, VIDEO, END = range(len(PIECES), len(PIECES) + len(SPECIALS))

@@ -336,7 +336,7 @@ def test_metrics_and_times():
     assert metrics.num_target_tokens == sum(int(batch.cu_tokens[-1]) for batch in rig.target.batches)
     assert metrics.num_accepted_draft_tokens == metrics.num_draft_tokens == 12
     times = rig.final().times
-    assert list(sorted(times, key=times.get)) == ["arrival", "first_scheduled", "first_token", "last_token"]
+    assert sorted(times, key=times.get) == ["arrival", "first_scheduled", "first_token", "last_token"]
 
 
 def test_logprobs_come_with_each_token():

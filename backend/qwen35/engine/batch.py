@@ -35,8 +35,8 @@ class Target(Protocol):
 class Piece:
     """Inputs of one sequence in one pass: its tokens [start, end), which are also their KV positions.
 
-    The first ``num_decided`` are the sequence's own, the last ones ``drafts``. In the draft's passes entry j pairs token
-    j with the hidden state of token j - 1 and has the rotary position of that.
+    The first ``num_decided`` are the sequence's own, the last ones ``drafts``. In the draft's passes entry j pairs
+    token j with the hidden state of token j - 1 and has the rotary position of that.
     """
 
     sequence: Sequence

@@ -27,7 +27,7 @@ def row_keys(seeds: ArrayLike, sample_indices: ArrayLike, token_indices: ArrayLi
 
 def gumbel(keys: NDArray[np.uint64], token_ids: ArrayLike) -> NDArray[np.float64]:
     """Standard Gumbel noise for candidates ``token_ids`` of rows with ``keys`` (broadcast together), -3.7 to 36.8."""
-    hashes = _mix(keys + _GAMMA * (np.asarray(token_ids, dtype=np.uint64) + _ONE))
+    hashes = _mix(keys + _GAMMA * (np.atleast_1d(np.asarray(token_ids, dtype=np.uint64)) + _ONE))
     uniform = np.maximum(hashes >> np.uint64(11), _ONE).astype(np.float64) * _UNIT  # 2^-53 <= uniform <= 1 - 2^-53
     return -np.log(-np.log(uniform))
 

@@ -32,9 +32,9 @@ class Pool(Protocol):
 
 class Scheduler:
     """``waiting`` and ``running`` belong to the engine's thread. Larger priorities first, equals by arrival; a
-    running sequence is not displaced. Among equals decodes go before prompts, and where the budget does not reach
-    everyone those that were served longest ago come first. Prompts can't starve: only prompts become decodes, so
-    decodes run out first."""
+    running sequence is not displaced. Among equals decodes go before prompts, but leave them a quarter of the budget;
+    where it does not reach everyone, those that were served longest ago come first. So nobody starves: prompts always
+    advance, and only so many can come as decodes end and free their slots."""
 
     def __init__(self, pool: Pool, *, block_tokens: int, max_batch_tokens: int) -> None:
         self._pool = pool
@@ -52,13 +52,26 @@ class Scheduler:
         """Admits whom it can and picks the pieces of the next step: at most ``max_batch_tokens`` inputs, none twice."""
         self._admit()
         self._step += 1
-        num_left = self._max_batch_tokens
         pieces: list[Piece] = []
-        for sequence in sorted(self.running, key=_running_order):
-            if num_left == 0:
+        for priority in sorted({sequence.request.priority for sequence in self.running}, reverse=True):
+            equals = sorted((s for s in self.running if s.request.priority == priority), key=_turn)
+            num_left = self._max_batch_tokens - _num_inputs(pieces)
+            prompts = [sequence for sequence in equals if sequence.is_prefilling]
+            num_wanted = sum(len(sequence.token_ids) - sequence.num_computed_tokens for sequence in prompts)
+            num_reserved = min(num_wanted, -(-num_left // 4))
+            decodes = [sequence for sequence in equals if not sequence.is_prefilling]
+            pieces += self._fill(decodes, num_left - num_reserved)
+            pieces += self._fill(prompts, self._max_batch_tokens - _num_inputs(pieces))
+        return pieces
+
+    def _fill(self, sequences: list[Sequence], num_tokens: int) -> list[Piece]:
+        """Pieces of as many sequences, in order, as ``num_tokens`` reach for."""
+        pieces: list[Piece] = []
+        for sequence in sequences:
+            if num_tokens == 0:
                 break
-            pieces.append(_piece(sequence, num_left))
-            num_left -= pieces[-1].num_inputs
+            pieces.append(_piece(sequence, num_tokens))
+            num_tokens -= pieces[-1].num_inputs
             sequence.last_step = self._step
             sequence.times.setdefault("first_scheduled", time.time_ns())
         return pieces
@@ -104,5 +117,9 @@ def _waiting_order(sequence: Sequence) -> tuple[int, float]:
     return (-sequence.request.priority, sequence.request.arrival)
 
 
-def _running_order(sequence: Sequence) -> tuple[int, bool, int, float]:
-    return (-sequence.request.priority, sequence.is_prefilling, sequence.last_step, sequence.request.arrival)
+def _turn(sequence: Sequence) -> tuple[int, float]:
+    return (sequence.last_step, sequence.request.arrival)
+
+
+def _num_inputs(pieces: list[Piece]) -> int:
+    return sum(piece.num_inputs for piece in pieces)

@@ -1,0 +1,77 @@
+"""min-p, top-k, top-p against a slow reference that sorts (value, id) pairs, ties and bans included."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qwen35.engine import filters
+from qwen35.engine.filters import surviving
+
+
+def reference(values: list[float], min_p: float, top_k: int, top_p: float) -> set[int]:
+    """One row, by the definitions."""
+    peak = max(values)
+    left = {i: math.exp(v - peak) for i, v in enumerate(values) if v > -math.inf}
+    left = {i: w for i, w in left.items() if min_p == 0.0 or values[i] - peak >= math.log(min_p)}
+    ranked = sorted(left, key=lambda i: (-values[i], i))
+    ranked = ranked[:top_k] if top_k > 0 else ranked
+    total, before, kept = sum(left[i] for i in ranked), 0.0, set()
+    for i in ranked:
+        if before < top_p * total or top_p == 1.0:
+            kept.add(i)
+        before += left[i]
+    return kept
+
+
+TABLE = [
+    # values, min_p, top_k, top_p, expected
+    ([1.0, 3.0, 2.0], 0.0, 0, 1.0, {0, 1, 2}),
+    ([1.0, 3.0, 2.0], 0.0, 2, 1.0, {1, 2}),
+    ([3.0, 3.0, 3.0, 3.0], 0.0, 2, 1.0, {0, 1}),  # ties: lowest ids
+    ([0.0, 5.0, 0.0, 5.0, 0.0], 0.0, 3, 1.0, {0, 1, 3}),
+    ([0.0, 0.0, 0.0, 0.0], 0.0, 0, 0.5, {0, 1}),  # exactly reached: the next one does not stay
+    ([0.0, 0.0, 0.0, 0.0], 0.0, 0, 0.51, {0, 1, 2}),  # the crossing token stays
+    ([9.0, 0.0, 0.0], 0.0, 0, 1e-9, {0}),
+    ([0.0, -math.inf, 0.0], 0.0, 3, 1.0, {0, 2}),  # banned tokens never come back
+    ([0.0, -math.inf, -math.inf], 0.0, 2, 0.999, {0}),
+    ([0.0, math.log(0.5), math.log(0.49)], 0.5, 0, 1.0, {0, 1}),
+    ([2.0, 2.0, 1.0], 1.0, 0, 1.0, {0, 1}),
+    ([3.0, 2.0, 1.0, 0.0], 0.0, 2, 0.8, {0, 1}),  # top-p counts after top-k: 0.73 of the two that are left
+]
+
+
+@pytest.mark.parametrize(("values", "min_p", "top_k", "top_p", "expected"), TABLE)
+def test_table(values, min_p, top_k, top_p, expected):
+    assert set(np.flatnonzero(surviving(np.array([values]), min_p, top_k, top_p)[0])) == expected
+
+
+VALUES = st.lists(st.sampled_from([-math.inf, *(x / 4 for x in range(-20, 21))]), min_size=1, max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(VALUES, st.sampled_from([0.0, 0.013, 0.37]), st.integers(-1, 45), st.sampled_from([1.0, 0.93, 0.61, 0.07]))
+def test_equals_reference(values, min_p, top_k, top_p):
+    values[0] = max(values[0], 0.0)
+    assert set(np.flatnonzero(surviving(np.array([values]), min_p, top_k, top_p)[0])) == reference(
+        values, min_p, top_k, top_p
+    )
+
+
+@pytest.mark.parametrize(("min_p", "top_k", "top_p"), [(0.0, 0, 0.9), (0.0, 50, 0.9), (0.01, 0, 0.99), (0.0, 7, 1.0)])
+def test_rows_do_not_depend_on_their_company(min_p, top_k, top_p):
+    random = np.random.default_rng(0)
+    rows = random.normal(size=(19, 4099)) * random.choice([0.01, 1.0, 5.0], size=(19, 1))  # flat rows need a full sort
+    together = surviving(rows, min_p, top_k, top_p)
+    for row, mask in zip(rows, together, strict=True):
+        assert (surviving(row[None], min_p, top_k, top_p)[0] == mask).all()
+
+
+def test_a_nucleus_beyond_the_first_guess_is_found(monkeypatch):
+    values = np.random.default_rng(1).normal(size=(5, 300))
+    whole = surviving(values, 0.0, 0, 0.9)
+    monkeypatch.setattr(filters, "_NUM_TOP_P_CANDIDATES", 8)
+    assert (surviving(values, 0.0, 0, 0.9) == whole).all()
+    assert (whole.sum(axis=1) > 8).all()
