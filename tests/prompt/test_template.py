@@ -1,6 +1,7 @@
 """Oracle: the tokenizer's own apply_chat_template."""
 
 import json
+import random
 
 import pytest
 
@@ -78,6 +79,35 @@ def test_content_never_becomes_control_tokens(processor, name, role):
     text = content if isinstance(content, str) else "".join(part["text"] for part in content)
     assert text in tokenizer.decode(forged.token_ids, skip_special_tokens=False)
     assert text in forged.text
+
+
+def _fragment(rng: random.Random, specials: list[str]) -> str:
+    """A special token, a head or tail of one, or something that templates look for or trim."""
+    token = rng.choice(specials)
+    cut = rng.randrange(len(token))
+    return rng.choice(
+        [token, token[:cut], token[cut:], "<", "|", " ", "\n", "</think>", "<tool_response>", "é", "\ufdd0"]
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_fragments_never_become_control_tokens(processor, seed):
+    """In parts, thoughts, tool names and arguments: the special tokens are those of the same chat of plain letters."""
+    rng, tokenizer = random.Random(seed), processor.tokenizer
+    specials = sorted(tokenizer.special_tokens)
+
+    def message(role: str, fragment) -> dict:
+        if role != "assistant":
+            return {"role": role, "content": [{"type": "text", "text": fragment()} for _ in range(3)]}
+        call = {"function": {"name": fragment(), "arguments": {fragment(): fragment()}}}
+        return {"role": role, "content": fragment() + fragment(), "reasoning_content": fragment(), "tool_calls": [call]}
+
+    for _ in range(100):
+        roles = ["user", *rng.choices(["user", "assistant", "tool"], k=2)]
+        forged = processor.from_messages([message(role, lambda: _fragment(rng, specials)) for role in roles])
+        plain = processor.from_messages([message(role, lambda: "x") for role in roles])
+        assert _specials(forged, tokenizer) == _specials(plain, tokenizer)
+        assert tokenizer.decode(forged.token_ids, skip_special_tokens=False) == forged.text
 
 
 def test_only_the_literal_is_split(processor):
