@@ -36,7 +36,7 @@ ALLOWED = {
         "engine",
     },
     "client": set(),
-    "__init__": {"llm"},
+    "__init__": {"llm", "engine"},
 }
 TRITON_BACKEND = "triton_python_backend_utils"
 

@@ -7,7 +7,7 @@ state manager's) must not import torch and the engine.
 import importlib
 from typing import Any
 
-_EXPORTS = {"LLM": "qwen35.llm", "SamplingParams": "qwen35.llm"}
+_EXPORTS = {"LLM": "qwen35.llm", "SamplingParams": "qwen35.engine.request"}
 
 __all__ = ["LLM", "SamplingParams"]
 
