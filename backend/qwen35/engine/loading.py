@@ -1,0 +1,51 @@
+"""From a checkpoint directory to an engine over somebody's cache. Knows neither Triton nor who owns the memory."""
+
+from __future__ import annotations
+
+import torch
+
+from qwen35.config import ModelConfig
+from qwen35.engine.engine import Engine
+from qwen35.errors import ConfigError
+from qwen35.kernels.select import select_ops
+from qwen35.nn.draft import DraftModel
+from qwen35.nn.language import LanguageModel
+from qwen35.prompt.tokenizer import Tokenizer
+from qwen35.settings import Settings
+from qwen35.state.pool import BlockPool
+from qwen35.views import CacheView
+from qwen35.weights.loader import load_language
+
+
+def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache: CacheView) -> Engine:
+    """Target and, with drafting on, draft of ``settings.checkpoint``, on the device of ``cache``. Blocks that come
+    back to ``pool`` wake an engine that waits. Raises CheckpointError and ConfigError."""
+    device = cache.attention[0].keys.device
+    weights, draft_weights, _ = load_language(
+        settings.checkpoint,
+        config,
+        with_draft=settings.num_draft_tokens > 0,
+        device=device,
+        dtype=select_dtype(settings.dtype),
+    )
+    ops = select_ops(settings, device)
+    draft = None if draft_weights is None else DraftModel(config.text, draft_weights, ops)
+    tokenizer = Tokenizer.from_directory(settings.checkpoint)
+    engine = Engine(LanguageModel(config.text, weights, ops), draft, pool, cache, tokenizer, config, settings)
+    pool.on_refill = engine.notify
+    return engine
+
+
+def select_device(name: str) -> torch.device:
+    """``auto``: the first GPU when there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
+
+
+def select_dtype(name: str) -> torch.dtype | None:
+    """Of the activations; None keeps the checkpoint's (``auto``)."""
+    return None if name == "auto" else getattr(torch, name)

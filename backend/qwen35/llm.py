@@ -1,0 +1,185 @@
+"""A model in this process, without a server: for tests, benchmarks and people who debug.
+
+llm = LLM("build/demo/checkpoint", num_draft_tokens=3)
+[answer] = llm.generate([[{"role": "user", "content": "What is a list?"}]], SamplingParams(temperature=0.0))
+print(answer.text, answer.num_accepted_draft_tokens)
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from qwen35.config import ModelConfig
+from qwen35.engine.engine import Engine
+from qwen35.engine.loading import load_engine, select_device, select_dtype
+from qwen35.engine.request import Emission, Request, SamplingParams, TokenLogprob
+from qwen35.errors import InvalidArgument
+from qwen35.kernels.select import select_ops
+from qwen35.nn.vision import VisionTower
+from qwen35.prompt.encoder import ImageEncoder
+from qwen35.prompt.processor import PromptProcessor, resolve_local
+from qwen35.prompt.types import Prompt, PromptLimits
+from qwen35.settings import Settings
+from qwen35.state.geometry import Geometry
+from qwen35.state.local import LocalState
+from qwen35.weights.loader import load_vision
+
+# Text (special tokens are parsed), token ids, or chat messages. Images in messages: PIL image, bytes, path, data URI.
+PromptInput: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one prompt gave."""
+
+    text: str
+    token_ids: tuple[int, ...]  # an EOS or stop token that ended the text is the last one
+    finish_reason: str  # "stop" or "length"
+    num_input_tokens: int
+    num_draft_tokens: int  # verified by the target
+    num_accepted_draft_tokens: int
+    logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # one entry a token when sampling.logprobs is set
+    cumulative_logprob: float = 0.0  # 0 unless sampling.logprobs is set
+
+
+class LLM:
+    """Calls may come from several threads; they run one after the other."""
+
+    def __init__(self, checkpoint: str | Path, num_draft_tokens: int = 3, **settings: Any) -> None:
+        """``checkpoint``: a directory, any layout that the server takes. ``settings``: fields of ``Settings``.
+
+        Raises CheckpointError and ConfigError.
+        """
+        self.settings = Settings(checkpoint=str(checkpoint), num_draft_tokens=num_draft_tokens, **settings)
+        self.config = ModelConfig.from_directory(checkpoint)
+        self._device = select_device(self.settings.device)
+        self._state = LocalState(Geometry.derive(self.config, self.settings), self._device)
+        self.engine: Engine = load_engine(self.settings, self.config, self._state.pool, self._state.cache)
+        limits = PromptLimits(
+            max_context_tokens=self.settings.max_context_tokens or self.config.text.max_position_embeddings,
+            max_image_bytes=self.settings.max_image_bytes,
+            max_image_pixels=self.settings.max_image_pixels,
+        )
+        self._processor = PromptProcessor(checkpoint, self.config, limits)
+        self._lock = threading.Lock()
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Sequence[PromptInput],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Completion]:
+        """One completion a prompt, in order; the prompts run side by side. ``sampling``: for all prompts, or one for
+        each. ``tools`` and ``template_kwargs`` go to the chat template.
+
+        Raises the first request's error; nothing of the others goes on running.
+        """
+        if isinstance(prompts, (str, Mapping)):
+            raise InvalidArgument.field("prompts", "a list of prompts", prompts)
+        shared = SamplingParams() if sampling is None else sampling
+        options = [shared] * len(prompts) if isinstance(shared, SamplingParams) else list(shared)
+        if len(options) != len(prompts):
+            raise InvalidArgument.field("sampling", f"one for each of {len(prompts)} prompts", len(options))
+        with self._lock:
+            first_uid, self._num_requests = self._num_requests, self._num_requests + len(prompts)
+            waiting = deque(enumerate(zip(prompts, options, strict=True), start=first_uid))
+            emissions: dict[int, list[Emission]] = {first_uid + i: [] for i in range(len(prompts))}
+            try:
+                self._run(waiting, emissions, tools, template_kwargs)
+            except BaseException:
+                self._stop(emissions)
+                raise
+        return [_completion(news) for news in emissions.values()]
+
+    def close(self) -> None:
+        """Gives the cache back; StateError when a block is still in use."""
+        self._state.close()
+
+    def _run(
+        self,
+        waiting: deque[tuple[int, tuple[PromptInput, SamplingParams]]],
+        emissions: dict[int, list[Emission]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> None:
+        """Prompts are prepared shortly before their turn: images of thousands of them need not be in memory at once."""
+        max_live = min(2 * self.settings.num_slots, self.settings.max_queued_requests)
+        num_live = 0
+        while waiting or num_live:
+            while waiting and num_live < max_live:
+                uid, (prompt, sampling) = waiting.popleft()
+                self.engine.submit(self._request(uid, self._prompt(prompt, tools, template_kwargs), sampling))
+                num_live += 1
+            for emission in self.engine.step():
+                if emission.error is not None:
+                    raise emission.error
+                emissions[emission.uid].append(emission)
+                num_live -= emission.is_final
+
+    def _stop(self, uids: Sequence[int] | Mapping[int, Any]) -> None:
+        for uid in uids:
+            self.engine.abort(uid)
+        while self.engine.has_work:
+            self.engine.step()
+
+    def _prompt(
+        self,
+        prompt: PromptInput,
+        tools: Sequence[Mapping[str, Any]] | None,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> Prompt:
+        if isinstance(prompt, str):
+            return self._processor.from_text(prompt)
+        if len(prompt) > 0 and isinstance(prompt[0], Mapping):
+            return self._processor.from_messages(prompt, tools, template_kwargs, resolve=resolve_local)
+        return self._processor.from_token_ids(prompt)
+
+    def _request(self, uid: int, prompt: Prompt, sampling: SamplingParams) -> Request:
+        no_rows = torch.empty(0, self.config.text.hidden_size)
+        return Request(
+            uid=uid,
+            request_id=str(uid),
+            token_ids=prompt.token_ids,
+            positions=prompt.positions,
+            image_embeds=self._images.embed(prompt) if prompt.images else no_rows,
+            sampling=sampling,
+            seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
+            deadline=math.inf,
+            arrival=time.monotonic(),
+        )
+
+    @cached_property
+    def _images(self) -> ImageEncoder:
+        """Loaded at the first image."""
+        dtype = select_dtype(self.settings.dtype)
+        weights, _ = load_vision(self.settings.checkpoint, self.config, device=self._device, dtype=dtype)
+        tower = VisionTower(self.config.vision, weights, select_ops(self.settings, self._device))
+        return ImageEncoder(tower, self.settings.image_cache_bytes)
+
+
+def _completion(news: Sequence[Emission]) -> Completion:
+    last = news[-1]
+    return Completion(
+        text="".join(emission.text for emission in news),
+        token_ids=tuple(token_id for emission in news for token_id in emission.token_ids),
+        finish_reason=last.finish_reason,
+        num_input_tokens=last.usage.num_input_tokens,
+        num_draft_tokens=last.usage.num_draft_tokens,
+        num_accepted_draft_tokens=last.usage.num_accepted_draft_tokens,
+        logprobs=tuple(entry for emission in news for entry in emission.logprobs),
+        cumulative_logprob=last.cumulative_logprob,
+    )
