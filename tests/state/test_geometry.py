@@ -47,7 +47,7 @@ def test_published_sizes():
         ({}, True, ("bfloat16", "fp8", "float32")),
         ({"kv_cache_dtype": "bfloat16"}, True, ("bfloat16", "bfloat16", "float32")),
         ({"dtype": "float32"}, False, ("float32", "float32", "float32")),
-        ({"dtype": "float64"}, False, ("float64", "float64", "float64")),
+        ({"dtype": "float64"}, False, ("float64", "float64", "float32")),
         ({"dtype": "float32", "kv_cache_dtype": "fp8"}, False, ("float32", "fp8", "float32")),
     ],
 )

@@ -95,7 +95,7 @@ class Geometry:
             max_pending=settings.num_draft_tokens + 1,
             dtype=dtype,
             kv_dtype=kv_dtype,
-            state_dtype="float64" if dtype == "float64" else "float32",
+            state_dtype="float32",
             max_leases=2 * (settings.max_queued_requests + settings.num_slots) + 64,
         )
 
