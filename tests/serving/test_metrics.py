@@ -4,6 +4,7 @@ from qwen35.engine.metrics import EngineMetrics
 from qwen35.engine.request import Emission, Usage
 from qwen35.errors import InternalError
 from qwen35.serving.metrics import ServingMetrics
+from qwen35.serving.process import ServerProcess
 from tests.serving.fakes import make_ticket
 
 
@@ -36,8 +37,8 @@ class FakeFamily:
 
 
 def test_counters_follow_what_was_delivered():
-    FakeFamily.metrics = {}
-    observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"})
+    FakeFamily.metrics, server = {}, ServerProcess()
+    observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"}, server)
     ticket = make_ticket(1)
     for usage, finish in ((Usage(9, 1, 0, 0), None), (Usage(9, 4, 3, 2), None), (Usage(9, 5, 6, 2), "stop")):
         observer.sent(ticket, Emission(1, usage, finish_reason=finish))
@@ -52,8 +53,17 @@ def test_counters_follow_what_was_delivered():
     assert len(FakeFamily.metrics["inter_token_latency_seconds"].observed) == 4
 
 
+def test_nothing_is_sent_to_a_dead_server(monkeypatch):
+    FakeFamily.metrics, server = {}, ServerProcess()
+    monkeypatch.setattr(server, "_pid", -1)
+    observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"}, server)
+    observer.watched(EngineMetrics(num_running_requests=3))
+    observer.sent(make_ticket(1), Emission(1, Usage(9, 1, 0, 0)))
+    assert FakeFamily.metrics["running_requests"].value == FakeFamily.metrics["output_tokens_total"].value == 0
+
+
 def test_gauges_show_what_the_engine_holds():
-    FakeFamily.metrics = {}
-    observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"})
+    FakeFamily.metrics, server = {}, ServerProcess()
+    observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"}, server)
     observer.watched(EngineMetrics(num_running_requests=3, num_waiting_requests=7))
     assert (FakeFamily.metrics["running_requests"].value, FakeFamily.metrics["waiting_requests"].value) == (3, 7)

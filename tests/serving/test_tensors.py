@@ -3,6 +3,7 @@ import pytest
 import torch
 
 from qwen35.errors import Cancelled, DeadlineExceeded, InvalidArgument
+from qwen35.serving.process import ServerProcess
 from qwen35.serving.responses import Response
 from qwen35.serving.tensors import InputReader, TritonReply, text_input, torch_input, triton_error
 from tests.serving import fake_triton
@@ -78,9 +79,19 @@ def test_errors_keep_their_code_where_triton_has_it():
     assert (late.code, str(late)) == (PB.TritonError.UNAVAILABLE, "DEADLINE_EXCEEDED: too late")
 
 
+def test_nothing_is_sent_to_a_dead_server(monkeypatch):
+    request, server = fake_triton.Request({}), ServerProcess()
+    reply = TritonReply(PB, request, server)
+    monkeypatch.setattr(server, "_pid", -1)
+    with pytest.raises(ConnectionError):
+        reply.fail(Cancelled())
+    assert reply.is_cancelled()
+    assert request.sender.responses == []
+
+
 def test_replies():
     request = fake_triton.Request({})
-    reply = TritonReply(PB, request)
+    reply = TritonReply(PB, request, ServerProcess())
     reply.send(Response({"text_output": np.array(["ü"], dtype=object), "num_output_tokens": np.array([1], np.uint32)}))
     reply.send(Response(error=Cancelled(), is_final=True))
     first, last = request.sender.responses

@@ -14,7 +14,7 @@ from qwen35.errors import InvalidArgument, StateError, Unavailable
 from qwen35.serving.leasing import LeaseKeeper
 from qwen35.serving.loading import SharedState, load_engine
 from qwen35.serving.metrics import ServingMetrics
-from qwen35.serving.process import prepare_process, select_device, settings_of
+from qwen35.serving.process import ServerProcess, prepare_process, select_device, settings_of
 from qwen35.serving.resolved import ResolvedRequest
 from qwen35.serving.responses import ResponseBuilder
 from qwen35.serving.service import Service
@@ -35,6 +35,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         prepare_process()
+        self._server = ServerProcess()
         settings = settings_of(args)
         config = ModelConfig.from_directory(settings.checkpoint)
         self._settings = settings
@@ -47,20 +48,21 @@ class TritonPythonModel:
         except BaseException:
             self._state.close()
             raise
-        self._keeper = LeaseKeeper(self._state.manager, self._state.holder, on_fault)
+        self._keeper = LeaseKeeper(self._state.manager, self._state.holder, self._on_fault)
         self._service = Service(
             self._engine,
             self._keeper,
-            ServingMetrics(pb_utils, {"model": args["model_name"]}),
+            ServingMetrics(pb_utils, {"model": args["model_name"]}, self._server),
             max_live_requests=settings.max_queued_requests + settings.num_slots,
-            on_fault=on_fault,
+            on_fault=self._on_fault,
         )
         self._start_lock, self._is_started = threading.Lock(), False
+        self._server.when_gone(self._state.close)
 
     def execute(self, requests: list[Any]) -> None:
         self._start_once()
         for request in requests:
-            reply = TritonReply(pb_utils, request)
+            reply = TritonReply(pb_utils, request, self._server)
             try:
                 self._submit(request, reply)
             except Exception as error:
@@ -76,13 +78,16 @@ class TritonPythonModel:
         if has_ended:  # else a thread may still write: the blocks are free when this process has ended
             self._state.close()
 
+    def _on_fault(self, what: str, error: BaseException) -> None:
+        log_fault(pb_utils, self._server, f"llm: {what}", error)
+
     def _start_once(self) -> None:
         """Threads that call the state manager start here: a call from initialize is refused by Triton."""
         with self._start_lock:
             if self._is_started:
                 return
             self._is_started = True
-            self._state.pool.start(self._settings.heartbeat_seconds, lambda error: on_fault("block pool", error))
+            self._state.pool.start(self._settings.heartbeat_seconds, lambda error: self._on_fault("block pool", error))
             self._keeper.run(self._service.start, self._service.fail)
             self._service.run()
 
@@ -129,10 +134,6 @@ def call_state_manager(message: dict[str, Any]) -> dict[str, Any]:
     if response.has_error():
         raise Unavailable(f"{STATE_MANAGER}: {message['operation']} failed: {response.error().message()}")
     return json.loads(pb_utils.get_output_tensor_by_name(response, "result").as_numpy()[0])
-
-
-def on_fault(what: str, error: BaseException) -> None:
-    log_fault(pb_utils, f"llm: {what}", error)
 
 
 def _lease_of(text: str) -> Lease:

@@ -11,17 +11,20 @@ from typing import Any
 
 from qwen35.engine.metrics import EngineMetrics
 from qwen35.engine.request import Emission
+from qwen35.serving.process import ServerProcess
 from qwen35.serving.ticket import Ticket
 
 _FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_GAUGE_SECONDS = 1.0
 _INTER_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 
 
 class ServingMetrics:
     """Counters follow what was delivered; gauges what the engine holds now."""
 
-    def __init__(self, pb_utils: Any, labels: dict[str, str]) -> None:
-        self._pb_utils, self._labels = pb_utils, labels
+    def __init__(self, pb_utils: Any, labels: dict[str, str], server: ServerProcess) -> None:
+        self._pb_utils, self._labels, self._server = pb_utils, labels, server
+        self._next_gauges = 0.0
         self._families: list[Any] = []  # a metric dies with its family
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From the arrival of a request to its first response", _FIRST_TOKEN_SECONDS
@@ -40,6 +43,8 @@ class ServingMetrics:
 
     def sent(self, ticket: Ticket, emission: Emission) -> None:
         """A response left that ends with this emission; ``ticket`` still tells of the one before it."""
+        if not self._server.is_alive:
+            return
         usage, before = emission.usage, ticket.usage
         num_new_tokens = usage.num_output_tokens - before.num_output_tokens
         if ticket.last_sent is None and num_new_tokens > 0:
@@ -56,6 +61,9 @@ class ServingMetrics:
             (self._requests if emission.error is None else self._failures).increment(1)
 
     def watched(self, metrics: EngineMetrics) -> None:
+        if time.monotonic() < self._next_gauges or not self._server.is_alive:
+            return
+        self._next_gauges = time.monotonic() + _GAUGE_SECONDS
         self._running.set(metrics.num_running_requests)
         self._waiting.set(metrics.num_waiting_requests)
 

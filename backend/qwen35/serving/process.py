@@ -6,7 +6,9 @@ import json
 import locale
 import os
 import sys
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
@@ -16,6 +18,37 @@ import torch
 from qwen35.errors import ConfigError
 from qwen35.settings import Settings
 from qwen35.state.segments import arena_name_of_server
+
+_WATCH_SECONDS = 0.1
+_EXIT_SECONDS = 5.0  # the stub ends by itself within two, and then removes Triton's own shared memory too
+
+
+class ServerProcess:
+    """The tritonserver that this stub belongs to, its parent.
+
+    A message to a dead server (a response, a metric) never returns and keeps the stub from ending by itself, with all
+    the shared memory that it has. So whatever sends looks here first.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.getppid()
+
+    @property
+    def is_alive(self) -> bool:
+        return os.getppid() == self._pid
+
+    def when_gone(self, cleanup: Callable[[], object]) -> None:
+        """Run ``cleanup`` soon after the server has died, and see to it that this process ends."""
+        threading.Thread(target=self._watch, args=(cleanup,), name="server-watch", daemon=True).start()
+
+    def _watch(self, cleanup: Callable[[], object]) -> None:
+        while self.is_alive:
+            time.sleep(_WATCH_SECONDS)
+        try:
+            cleanup()
+        finally:
+            time.sleep(_EXIT_SECONDS)
+            os._exit(1)
 
 
 def prepare_process() -> None:

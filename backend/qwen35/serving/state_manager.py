@@ -16,7 +16,7 @@ import triton_python_backend_utils as pb_utils
 
 from qwen35.config import ModelConfig
 from qwen35.errors import InternalError, InvalidArgument, Qwen35Error
-from qwen35.serving.process import prepare_process, settings_of
+from qwen35.serving.process import ServerProcess, prepare_process, settings_of
 from qwen35.serving.tensors import text_of, text_tensor, triton_error
 from qwen35.state import segments
 from qwen35.state.arena import Arena
@@ -35,6 +35,7 @@ class TritonPythonModel:
 
     def initialize(self, args: Mapping[str, str]) -> None:
         prepare_process()
+        server = ServerProcess()
         settings = settings_of(args)
         for name in segments.sweep():
             pb_utils.Logger.log_info(f"state_manager: removed {name}-*, left by a server that is dead")
@@ -42,15 +43,16 @@ class TritonPythonModel:
         self._arena = Arena.open(settings.arena_name, geometry, fingerprint(Path(settings.checkpoint)))
         manager = Manager(self._arena, unclaimed_lease_seconds=settings.unclaimed_lease_seconds)
         self._operations = Operations(manager)
-        self._gauges = Gauges()
+        self._gauges = Gauges(server)
         self._watch = Watch(
             manager,
             period_seconds=settings.heartbeat_seconds,
             reload=reload_watched_model,
             on_stats=self._gauges.show,
-            log=lambda text: pb_utils.Logger.log_warn(f"state_manager: {text}"),
+            log=lambda text: server.is_alive and pb_utils.Logger.log_warn(f"state_manager: {text}"),
         )
         self._watch.start()
+        server.when_gone(self._arena.close)
         parts = ", ".join(f"{name} {num_bytes}" for name, num_bytes in geometry.bytes_by_part().items())
         pb_utils.Logger.log_info(f"state_manager: arena {self._arena.name}, bytes: {parts}")
 
@@ -74,7 +76,8 @@ class TritonPythonModel:
 class Gauges:
     """What the metrics endpoint shows of the arena."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: ServerProcess) -> None:
+        self._server = server
         self._families: list[Any] = []  # a metric dies with its family
         states = ("free", "held", "cached")
         self._blocks = self._gauges("state_blocks", "KV blocks by owner", states)
@@ -82,6 +85,8 @@ class Gauges:
         self._leases = self._gauges("state_leases", "Requests between open and close", ("open", "claimed"))
 
     def show(self, stats: Stats) -> None:
+        if not self._server.is_alive:
+            return
         self._show_counts(self._blocks, stats.blocks)
         self._show_counts(self._slots, stats.slots)
         self._leases["open"].set(stats.num_open_leases)

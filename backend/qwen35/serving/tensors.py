@@ -14,6 +14,7 @@ from torch import Tensor
 
 from qwen35.errors import InternalError, InvalidArgument, Qwen35Error
 from qwen35.serving.options import IMAGE_INPUTS, RawRequest
+from qwen35.serving.process import ServerProcess
 from qwen35.serving.responses import Response
 
 
@@ -91,8 +92,9 @@ def triton_error(pb_utils: Any, error: Qwen35Error) -> Any:
 class TritonReply:
     """Sends the responses of one decoupled request."""
 
-    def __init__(self, pb_utils: Any, request: Any) -> None:
+    def __init__(self, pb_utils: Any, request: Any, server: ServerProcess) -> None:
         self._pb_utils = pb_utils
+        self._server = server
         self._sender = request.get_response_sender()
 
     def send(self, response: Response) -> None:
@@ -103,31 +105,37 @@ class TritonReply:
 
     def send_tensors(self, tensors: list[Any], is_final: bool) -> None:
         flags = self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if is_final else 0
-        self._sender.send(self._pb_utils.InferenceResponse(output_tensors=tensors), flags=flags)
+        self._send(self._pb_utils.InferenceResponse(output_tensors=tensors), flags)
 
     def fail(self, error: Qwen35Error) -> None:
         """The last response: an error and nothing else."""
         response = self._pb_utils.InferenceResponse(output_tensors=[], error=triton_error(self._pb_utils, error))
-        self._sender.send(response, flags=self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._send(response, self._pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def refuse(self, error: Exception, who: str) -> None:
         """Whatever went wrong: one error response. A client sees no traceback and no detail of a fault of ours."""
         if not isinstance(error, Qwen35Error):
-            log_fault(self._pb_utils, who, error)
+            log_fault(self._pb_utils, self._server, who, error)
             error = InternalError(f"{who}: the request failed with {type(error).__name__}")
         try:
             self.fail(error)
         except Exception as failure:  # the client is gone, or the server stops
-            self._pb_utils.Logger.log_warn(f"{who}: no way to a client: {failure}")
+            log_fault(self._pb_utils, self._server, f"{who}: no way to a client", failure)
 
     def is_cancelled(self) -> bool:
-        return self._sender.is_cancelled()
+        return not self._server.is_alive or self._sender.is_cancelled()
+
+    def _send(self, response: Any, flags: int) -> None:
+        if not self._server.is_alive:
+            raise ConnectionError("response: expected a server to send it through, got one that is dead")
+        self._sender.send(response, flags=flags)
 
 
-def log_fault(pb_utils: Any, who: str, error: BaseException) -> None:
-    """To the server's log, with the traceback."""
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    pb_utils.Logger.log_error(f"{who}: {text}")
+def log_fault(pb_utils: Any, server: ServerProcess, who: str, error: BaseException) -> None:
+    """To the server's log, with the traceback, while there is a server."""
+    if server.is_alive:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        pb_utils.Logger.log_error(f"{who}: {text}")
 
 
 def _tensor(pb_utils: Any, name: str, array: np.ndarray) -> Any:

@@ -11,7 +11,7 @@ import triton_python_backend_utils as pb_utils
 from qwen35.errors import Cancelled, DeadlineExceeded
 from qwen35.serving.encoding import Encoded, RequestEncoder, has_images
 from qwen35.serving.options import PromptSource, resolve
-from qwen35.serving.process import prepare_process, select_device, settings_of
+from qwen35.serving.process import ServerProcess, prepare_process, select_device, settings_of
 from qwen35.serving.resolved import ResolvedRequest
 from qwen35.serving.tensors import InputReader, TritonReply, text_tensor
 from qwen35.serving.workers import WorkerPool
@@ -26,6 +26,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         prepare_process()
+        self._server = ServerProcess()
         settings = settings_of(args)
         self._reader = InputReader(json.loads(args["model_config"]))
         self._timeout_seconds = settings.request_timeout_seconds
@@ -35,7 +36,7 @@ class TritonPythonModel:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            reply = TritonReply(pb_utils, request)
+            reply = TritonReply(pb_utils, request, self._server)
             try:
                 self._accept(request, reply)
             except Exception as error:
