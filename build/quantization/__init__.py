@@ -1,0 +1,1 @@
+"""Post-training quantisation of a checkpoint directory by ModelOpt on a CPU; `build.quantize` is the door."""
