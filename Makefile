@@ -40,6 +40,8 @@ lint: venv
 venv:
 	@build/venv.sh $(if $(PYTHON),'$(PYTHON)')
 
+# Keeps .venv and the state of a training run (.cache/demo-train).
 clean:
-	rm -rf .cache .pytest_cache .ruff_cache .hypothesis model_repository/llm/1/checkpoint
+	rm -rf .cache/backends .cache/checkpoints .cache/logs .cache/run .cache/setuptools
+	rm -rf .pytest_cache .ruff_cache .hypothesis model_repository/llm/1/checkpoint
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -18,7 +18,7 @@ from build.backends import CACHE, ROOT, locked
 
 DEMO_CHECKPOINT = ROOT / "build" / "demo" / "checkpoint"
 PLACED_CHECKPOINT = Path("llm", "1", "checkpoint")  # below the model repository, the setting `checkpoint`'s default
-SCHEMES = ("nvfp4", "w4a16_nvfp4", "nvfp4_experts_only")
+SCHEMES = ("nvfp4", "w4a16_nvfp4", "experts_only")  # of build.quantize, which this module starts but does not import
 # Up to this size a checkpoint's bytes are hashed; beyond it names, sizes and times of its large files stand for them.
 _HASHED_BYTES_LIMIT = 256 << 20
 _SMALL_FILE_BYTES = 1 << 20
@@ -96,17 +96,16 @@ def _quantiser_sources() -> Iterable[Path]:
 
 
 def _quantise(checkpoint: Path, target: Path, scheme: str) -> None:
-    """Run the quantiser in a process of its own, so that its memory is gone before a server starts."""
-    partial = target.with_name(target.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    """Run the quantiser, which makes `target` appear when it is whole, in a process of its own: its memory is gone
+    before a server starts."""
+    for leftover in target.parent.glob(f".{target.name}.*"):  # of a run that was killed
+        shutil.rmtree(leftover)
     print(f"quantising {checkpoint} to {scheme}", flush=True)
     command = [sys.executable, "-m", "build.quantize", "--scheme", scheme]
-    command += ["--checkpoint", str(checkpoint), "--output", str(partial)]
+    command += ["--checkpoint", str(checkpoint), "--output", str(target)]
     code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
     if code != 0:
-        shutil.rmtree(partial, ignore_errors=True)
         raise RepositoryError(f"quantisation: expected exit code 0, got {code}; its messages are above")
-    partial.rename(target)
 
 
 def main() -> int:

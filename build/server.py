@@ -3,6 +3,7 @@
 Of the models it knows only the request that tells whether they can answer (`Probe`).
 """
 
+import contextlib
 import http.client
 import json
 import os
@@ -38,6 +39,7 @@ _REGION_PREFIX = "triton-qwen35-"
 # How long a server that is up may go on answering the probe with errors.
 _PROBE_ERROR_GRACE_S = 20.0
 _LOG_TAIL_LINES = 40
+_NUM_LOGS_KEPT = 20
 
 
 class ServerError(RuntimeError):
@@ -165,6 +167,7 @@ class Server:
         working_directory = CACHE / "run"  # empty: a stub's sys.path begins with the directory it is started in
         for directory in (working_directory, self.log_path.parent):
             directory.mkdir(parents=True, exist_ok=True)
+        _remove_old_logs(self.log_path.parent)
         with self.log_path.open("wb") as log:
             # A session of its own: Ctrl-C in the terminal must reach the launcher alone, which then stops in order.
             self._popen = subprocess.Popen(
@@ -340,3 +343,13 @@ def sweep_regions_of_dead_servers() -> list[Path]:
     for path in swept:
         path.unlink(missing_ok=True)
     return swept
+
+
+def _remove_old_logs(directory: Path) -> None:
+    """Keep the newest logs: servers of tests have new ports, and so new names, every time."""
+    times = []
+    for path in directory.glob("tritonserver-*.log"):
+        with contextlib.suppress(FileNotFoundError):  # another launcher does the same
+            times.append((path.stat().st_mtime, path))
+    for _, path in sorted(times)[:-_NUM_LOGS_KEPT]:
+        path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from build import repository
+from build.quantization import ptq
 from build.repository import RepositoryError, fingerprint, is_quantised, place, prepare
 
 
@@ -76,6 +77,10 @@ def test_fingerprint_follows_the_files(tmp_path: Path, monkeypatch: pytest.Monke
     (checkpoint / "config.json").write_text('{"model_type": "y"}', encoding="utf-8")
     seen.add(fingerprint(checkpoint))
     assert len(seen) == (4 if hashed_bytes_limit == 0 else 3)
+
+
+def test_schemes_are_those_of_the_quantiser():
+    assert set(repository.SCHEMES) == set(ptq.SCHEMES)
 
 
 def test_failed_quantisation_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
