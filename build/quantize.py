@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -177,7 +177,7 @@ def _bytes_by_type(reader: CheckpointReader) -> dict[str, int]:
     return sizes
 
 
-def _parse_arguments() -> argparse.Namespace:
+def _parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python build/quantize.py", description=__doc__.splitlines()[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="directory of a bfloat16 checkpoint")
     parser.add_argument("--output", type=Path, required=True, help="directory to create")
@@ -186,7 +186,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--calibration", type=Path, metavar="FILE.jsonl", help="one sample a line: text, or messages")
     parser.add_argument("--num-samples", type=int, default=NUM_CALIBRATION_SAMPLES)
     parser.add_argument("--force", action="store_true", help="replace the output directory")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def _quieten() -> None:
@@ -198,8 +198,8 @@ def _quieten() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
 
 
-def main() -> int:
-    options = _parse_arguments()
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parse_arguments(arguments)
     started = time.monotonic()
     _quieten()
     try:

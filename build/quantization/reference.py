@@ -61,6 +61,7 @@ def load_reference(reader: CheckpointReader) -> nn.Module:
         output_loading_info=True,
     )
     _refuse_differences(reader.directory, info)
+    model.config.architectures = [model_class.__name__]  # ModelOpt's export reads it; a text section does not have it
     return model.eval()
 
 
