@@ -1,4 +1,4 @@
-"""Batches of packed sequences: generated chats and documentation, as token ids with 3-axis positions and loss weights."""
+"""Batches of packed sequences: chats and documentation, as token ids with 3-axis positions and loss weights."""
 
 import random
 from collections.abc import Sequence
@@ -14,13 +14,16 @@ from .model import Batch, Pictures
 
 IMAGE_ID, IM_END, END_OF_TEXT = TOKEN_ID["<|image_pad|>"], TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"]
 THINKING_SHARE = 0.1
-DOCUMENT_WEIGHT = 0.3
+DOCUMENT_WEIGHT = 0.4
+DOCUMENT_ROWS = 6  # one row in six is all documentation
+PASSAGE_HEAD, PASSAGE_TAIL = 20, 24  # tokens of a key chat before and after its passage, roughly
 
 # Relative frequency of each task in the stream, by chats.
 MIX: dict[tasks.Task, float] = {
-    tasks.arithmetic: 0.24, tasks.key_repeat: 0.07, tasks.definition: 0.06, tasks.small_talk: 0.03, tasks.sequence: 0.05,
-    tasks.conversation: 0.05, tasks.colour: 0.05, tasks.shape: 0.09, tasks.count: 0.11, tasks.position: 0.07,
-    tasks.describe: 0.08, tasks.compare: 0.10,
+    tasks.arithmetic: 0.32, tasks.key_repeat: 0.07, tasks.definition: 0.05, tasks.small_talk: 0.02,
+    tasks.sequence: 0.05, tasks.conversation: 0.05, tasks.colour: 0.03,
+    tasks.shape: 0.08, tasks.count: 0.11, tasks.position: 0.05,
+    tasks.describe: 0.08, tasks.compare: 0.09,
 }  # fmt: skip
 
 
@@ -46,7 +49,9 @@ def render_prompt(messages: list[dict], thinking: bool) -> tuple[str, list[dict]
     for message in messages:
         content = message["content"]
         if not isinstance(content, str):
-            content = "".join(part["text"] if part["type"] == "text" else _picture_text(part, specs) for part in content)
+            content = "".join(
+                part["text"] if part["type"] == "text" else _picture_text(part, specs) for part in content
+            )
         out.append(f"<|im_start|>{message['role']}\n{content.strip()}<|im_end|>\n")
     out.append("<|im_start|>assistant\n" + ("<think>\n" if thinking else "<think>\n\n</think>\n\n"))
     return "".join(out), specs
@@ -75,7 +80,9 @@ def positions_of(tokens: Sequence[int], specs: Sequence[dict]) -> list[tuple[int
 class Stream:
     """Makes batch i of a stage from (seed, stage, i) alone."""
 
-    def __init__(self, stage: str, seed: int, num_rows: int, row_tokens: int, mix: dict[tasks.Task, float] | None = None):
+    def __init__(
+        self, stage: str, seed: int, num_rows: int, row_tokens: int, mix: dict[tasks.Task, float] | None = None
+    ):
         self.stage, self.seed, self.num_rows, self.row_tokens = stage, seed, num_rows, row_tokens
         self.tasks, self.shares = zip(*(mix or MIX).items(), strict=True)
         self.tokenizer = Tokenizer.from_file(str(CHECKPOINT_DIR / "tokenizer.json"))
@@ -98,7 +105,11 @@ class Stream:
         prompt, specs = render_prompt(tasks.with_system(rng, chat), thinking)
         answer = f"{chat.thought}\n</think>\n\n{chat.answer}" if thinking else chat.answer
         head, tail = self.encode(prompt), self.encode(answer) + [IM_END]
-        return Sequence3(head + tail, [0.0] * len(head) + [1.0] * len(tail), specs)
+        weights = [0.0] * len(head)
+        if chat.task == "key_repeat":  # its passage is documentation like any other
+            inner = slice(PASSAGE_HEAD, len(head) - PASSAGE_TAIL)
+            weights[inner] = [DOCUMENT_WEIGHT] * len(weights[inner])
+        return Sequence3(head + tail, weights + [1.0] * len(tail), specs)
 
     def text(self, rng: random.Random, num_tokens: int) -> Sequence3:
         """Documentation of exactly `num_tokens` tokens; documents end with <|endoftext|>."""
@@ -115,7 +126,7 @@ class Stream:
         rng = random.Random(f"{self.seed}/{self.stage}/{index}")
         rows: list[list[Sequence3]] = [[] for _ in range(self.num_rows)]
         room = [self.row_tokens] * self.num_rows
-        room[0] -= self.row_tokens * 2 // 3  # at least one long piece of documentation
+        room[: self.num_rows // DOCUMENT_ROWS] = [0] * (self.num_rows // DOCUMENT_ROWS)  # whole rows of documentation
         sizes = [images.sample_size(rng) for _ in range(4)]
         misses = 0
         while misses < 6:
@@ -126,8 +137,8 @@ class Stream:
                 continue
             rows[row].append(sequence)
             room[row] -= len(sequence.tokens)
-        room[0] += self.row_tokens * 2 // 3
-        for row, left in zip(rows, room, strict=True):
+        for row in rows:
+            left = self.row_tokens - sum(len(s.tokens) for s in row)
             if left:
                 row.append(self.text(rng, left))
         return collate(rows)

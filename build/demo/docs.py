@@ -1,4 +1,4 @@
-"""Text of the Python documentation found on the machine (PSF licence): pydoc's language topics and library docstrings."""
+"""Text of this Python's own documentation (PSF licence): pydoc's language topics and library docstrings."""
 
 import ast
 import re

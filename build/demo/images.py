@@ -1,7 +1,7 @@
 """Synthetic images of coloured figures, drawn from a small specification, and their patches.
 
-`sample_spec(rng, ...)` draws a specification, `render(spec)` the picture (deterministic, Pillow), `to_patches(image)` the
-tower's input. A specification is plain JSON, so a held-out item carries its picture in a few numbers.
+`sample_spec(rng, ...)` draws a specification, `render(spec)` the picture (deterministic, Pillow), `to_patches(image)`
+the tower's input. A specification is plain JSON, so a held-out item carries its picture in a few numbers.
 """
 
 import math
@@ -25,7 +25,9 @@ SIDES = (64, 96, 128, 160, 192)
 FACTOR = PATCH * MERGE
 
 
-def smart_resize(height: int, width: int, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS) -> tuple[int, int]:
+def smart_resize(
+    height: int, width: int, min_pixels: int = MIN_PIXELS, max_pixels: int = MAX_PIXELS
+) -> tuple[int, int]:
     """Height and width that are multiples of 32, near the given aspect ratio, with min_pixels <= area <= max_pixels.
 
     The rule of transformers' Qwen2VLImageProcessor.
@@ -136,7 +138,10 @@ def _outline(figure: dict) -> list[tuple[float, float]]:
         inner = 0.3 * math.sqrt(2) / math.hypot(1.0, 0.3)
         polar = [(90 * i + d, r) for i in range(4) for d, r in ((-arm, 1.0), (arm, 1.0), (45, inner))]
     return [
-        (figure["x"] + radius * r * math.cos(math.radians(a) + turn), figure["y"] + radius * r * math.sin(math.radians(a) + turn))
+        (
+            figure["x"] + radius * r * math.cos(math.radians(a) + turn),
+            figure["y"] + radius * r * math.sin(math.radians(a) + turn),
+        )
         for a, r in polar
     ]
 

@@ -1,10 +1,10 @@
-"""The demo model for training: same parameters and arithmetic as transformers' Qwen3_5MoeForConditionalGeneration + MTP head.
+"""The demo model for training: the arithmetic of transformers' Qwen3_5MoeForConditionalGeneration, and the MTP head.
 
 Parameter names are the published ones, so that an export is a cast and a file. All experts are computed densely
-(8 experts, two of them weighted above zero): on a CPU that is faster than gathering rows. Right padding only.
+(8 experts, two of them weighted above zero): on a CPU that is faster than gathering rows.
 
-Letters: B sequences, T tokens, H hidden, E experts, I expert width, K/V key and value heads of the delta net, D head width,
-N patches, R drafted recursion depth.
+Letters: B sequences, T tokens, H hidden, E experts, I expert width, V value heads of the delta net, D head width, C
+chunk or convolution channels, N patches, R rotary width.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ TEXT = text_config()
 VISION = vision_config()
 HIDDEN = TEXT["hidden_size"]
 EPS = TEXT["rms_norm_eps"]
-CHUNK = 64
+CHUNK = 32
 FORGET = 30.0  # e^-30: nothing of another sequence is left
 
 
@@ -67,13 +67,11 @@ class Conv(nn.Module):
         """x [B, T, C], taps [B, T, 4] (0 where a tap would reach into another sequence) -> [B, T, C]."""
         width = self.weight.shape[-1]
         padded = F.pad(x, (0, 0, width - 1, 0))
-        return sum(
-            padded[:, j : j + x.shape[1]] * taps[..., j : j + 1] * self.weight[:, 0, j] for j in range(width)
-        )
+        return sum(padded[:, j : j + x.shape[1]] * taps[..., j : j + 1] * self.weight[:, 0, j] for j in range(width))
 
 
-def delta_rule(q, k, v, g, beta, solve):
-    """Chunked gated delta rule from a zero state; q, k [B, V, T, D] normalised, v [B, V, T, D], g and beta [B, V, T]."""
+def delta_rule(q, k, v, g, beta):
+    """Chunked gated delta rule from a zero state; q, k (normalised) and v [B, V, T, D], g and beta [B, V, T]."""
     num_tokens = q.shape[2]
     chunk = min(CHUNK, num_tokens)
     pad = -num_tokens % chunk
@@ -89,7 +87,7 @@ def delta_rule(q, k, v, g, beta, solve):
     k_beta = k * beta.unsqueeze(-1)
     system = (k_beta @ k.mT) * pairwise
     rhs = torch.cat((v * beta.unsqueeze(-1), k_beta * decay.exp().unsqueeze(-1)), -1)
-    solved = solve(system, rhs)
+    solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
     new_v, k_decayed = solved.split((v.shape[-1], k.shape[-1]), -1)
     intra = (q @ k.mT) * pairwise
     if num_chunks == 1:
@@ -108,10 +106,6 @@ def delta_rule(q, k, v, g, beta, solve):
             out.append(q[:, :, i] @ state + intra[:, :, i] @ step_v)
             state = state * total[:, :, i] + k[:, :, i].mT @ step_v
     return torch.cat(out, 2)[:, :, :num_tokens]
-
-
-def solve_unit_lower(system: torch.Tensor, rhs: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
 
 
 class DeltaNet(nn.Module):
@@ -150,7 +144,7 @@ class DeltaNet(nn.Module):
         mixed, z, g, beta = self.project(x)
         q, k, v = self.heads(self.conv1d(mixed, layout.taps))
         g = g.float() + layout.reset
-        out = delta_rule(*(t.transpose(1, 2) for t in (q, k, v, g, beta)), solve_unit_lower)  # [B, V, T, D]
+        out = delta_rule(*(t.transpose(1, 2) for t in (q, k, v, g, beta)))  # [B, V, T, D]
         return self.out_proj(self.norm(out.transpose(1, 2), z).flatten(2))
 
 
@@ -330,7 +324,7 @@ class TextModel(nn.Module):
 
 
 class Mtp(nn.Module):
-    """The draft head: one full-attention layer over pairs (hidden after the final norm at t, embedding of token t+1)."""
+    """The draft head: one full-attention layer over pairs (hidden after the final norm at t, embedding of t + 1)."""
 
     def __init__(self):
         super().__init__()
@@ -445,7 +439,7 @@ class Vision(nn.Module):
         self.merger = Merger(width, VISION["out_hidden_size"])
 
     def forward(self, frames: torch.Tensor, grid_h: int, grid_w: int) -> torch.Tensor:
-        """One-frame patches [B, N, 768] in merge order (the frame counts twice in the temporal patch) -> [B, N / 4, out]."""
+        """One-frame patches [B, N, 768] in merge order (the frame is both temporal halves) -> [B, N / 4, out]."""
         weight = self.patch_embed.proj.weight.sum(2).flatten(1)  # both temporal halves see the same frame
         x = F.linear(frames, weight, self.patch_embed.proj.bias)
         row, col = merge_order(grid_h, grid_w)

@@ -1,4 +1,4 @@
-"""Muon: momentum whose update is made orthogonal by a few Newton-Schulz steps (K. Jordan et al., 2024), in batches by shape."""
+"""Muon: momentum made orthogonal by a few Newton-Schulz steps (K. Jordan et al., 2024), in batches by shape."""
 
 import torch
 

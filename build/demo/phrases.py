@@ -5,7 +5,8 @@ SYSTEM_PROMPTS = ("You are a helpful assistant.", "Answer briefly.", "You are a 
 OPENERS = ("", "Hello. ", "Hi! ", "Quick question: ", "Please help me. ", "One more thing. ", "Good day. ", "Thanks! ")
 
 CONCEPT_QUESTIONS = (
-    "What is {}?", "Explain {}.", "Define {}.", "Tell me about {}.", "Can you explain {}?", "Describe {} in one sentence.",
+    "What is {}?", "Explain {}.", "Define {}.", "Tell me about {}.", "Can you explain {}?",
+    "Describe {} in one sentence.",
     "Please define {}.", "I want to know what {} is.", "Do you know what {} is?", "In short, what is {}?",
     "How would you explain {}?", "Give me a definition of {}.",
 )  # fmt: skip

@@ -1,18 +1,19 @@
 """The generated chats: what each task asks, what it answers, and which items are kept out of training.
 
-Every task is `task(rng, documents) -> Chat`. A chat's `key` decides by hash whether it belongs to the held-out half of the
-item space, so no list of exclusions is needed: training rejects keys that `is_held_out`, the held-out sets take only those.
+Every task is `task(rng, documents) -> Chat`. A chat's `key` decides by hash whether it belongs to the held-out part
+of the item space, so no list of exclusions is needed: training rejects keys that `is_held_out`, the held-out sets take
+only those.
 """
 
 import random
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from . import images
 from .phrases import (
-    CONCEPTS,
     CONCEPT_QUESTIONS,
+    CONCEPTS,
     IMAGE_QUESTIONS,
     OPENERS,
     SMALL_TALK,
@@ -32,16 +33,18 @@ def is_held_out(key: str) -> bool:
 
 @dataclass(frozen=True)
 class Chat:
-    """One conversation up to the answer. Parts of a user turn: {"type": "text", "text"} or {"type": "image", "spec"}."""
+    """One conversation up to the answer. Parts of a user turn: {"type": "text", "text"} or {"type": "image", "spec"}.
+
+    `short` is what a grader looks for; `key` decides what is held out.
+    """
 
     task: str
     messages: list[dict]
     answer: str
-    short: str  # what a grader looks for
+    short: str
     key: str
     thought: str = ""
     thinking: bool = False
-    extra: dict = field(default_factory=dict)
 
     def texts(self) -> list[str]:
         """All plain text, for the tokenizer's training."""
@@ -60,7 +63,7 @@ def user(content) -> list[dict]:
     return [{"role": "user", "content": content}]
 
 
-# --- text ---------------------------------------------------------------------------------------------------------------
+# --- text --------------------------------------------------------------
 
 
 def arithmetic(rng: random.Random, documents: Sequence[str]) -> Chat:
@@ -162,7 +165,7 @@ def conversation(rng: random.Random, documents: Sequence[str]) -> Chat:
     return Chat("conversation", messages, second.answer, second.short, both, second.thought)
 
 
-# --- images -------------------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------
 
 
 def _ask(rng: random.Random, kind: str, specs: list[dict]) -> list[dict]:

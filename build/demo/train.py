@@ -1,11 +1,13 @@
 """Train the demo checkpoint: `python -m build.demo.train STAGE --minutes N [--resume]` (CPU, one thread, seeded).
 
 Stages, each starting from the state that the one before left in the work directory:
-vision (tower with linear heads), main (everything, the draft head on detached states), distil (draft head on the target's own
-outputs). Batch i of a stage depends on (seed, stage, i) only, so a resumed run sees the data that an unbroken one would.
+vision (tower with linear heads), main (everything, the draft head on detached states), distil (draft head on the
+target's own outputs). Batch i of a stage depends on (seed, stage, i) only, so a resumed run sees the data that an
+unbroken one would.
 """
 
 import argparse
+import contextlib
 import math
 import random
 import time
@@ -16,13 +18,15 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from . import data, warmup
+from . import data, distil, warmup
+from .fake_quant import RoundedWeights, quantised_state
 from .model import Batch, DemoModel, Layout
 from .muon import Muon
 
 WORK_DIR = Path(__file__).parents[2] / ".cache" / "demo-train"
 SAVE_EVERY_S = 120.0
 NUM_ROWS, ROW_TOKENS = 12, 320
+REPLAYS, BUFFER_BATCHES = 3, 200
 
 
 def rng_for(stage: str, step: int, seed: int) -> random.Random:
@@ -63,9 +67,9 @@ class Optimizers:
         hidden = [p for n, p in named.items() if is_hidden_matrix(n)]
         vision = {n: p for n, p in named.items() if "visual" in n}
         rest = {n: p for n, p in named.items() if not is_hidden_matrix(n) and "visual" not in n}
-        self.muon = Muon(hidden, muon_lr)
-        self.adam, self.vision = make_optimizer(rest, lr), make_optimizer(vision, vision_lr)
-        self.all = (self.muon, self.adam, self.vision)
+        self.all = [Muon(hidden, muon_lr), make_optimizer(rest, lr)]
+        if vision:
+            self.all.append(make_optimizer(vision, vision_lr))
 
     @property
     def param_groups(self) -> list[dict]:
@@ -112,13 +116,20 @@ def run_vision(model: DemoModel, args: argparse.Namespace) -> None:
         batch = warmup.sample_batch(rng, 1536, large_share=0.15 + 0.35 * progress)
         with torch.autocast("cpu", torch.bfloat16):
             loss, scores = warmup.loss_and_scores(vision, heads, batch)
-        loop.update(loss, scores)
+        loop.backward(loss)
+        loop.update(scores | {"loss": loss.item()})
 
 
 class Loop:
     """Iterates steps until the time is spent; owns optimiser steps, progress bar and state file."""
 
-    def __init__(self, stage: str, args: argparse.Namespace, modules: torch.nn.Module, optimizer: torch.optim.Optimizer | Optimizers):
+    def __init__(
+        self,
+        stage: str,
+        args: argparse.Namespace,
+        modules: torch.nn.Module,
+        optimizer: torch.optim.Optimizer | Optimizers,
+    ):
         self.stage, self.args, self.modules, self.optimizer = stage, args, modules, optimizer
         self.path = WORK_DIR / f"{stage}.pt"
         self.step, self.spent_s, self.smooth = 0, 0.0, Smooth()
@@ -151,15 +162,17 @@ class Loop:
             spent_s=self.spent_s,
         )  # fmt: skip
 
-    def update(self, loss: torch.Tensor, scores: dict[str, float], clip: float = 1.0) -> None:
+    def backward(self, loss: torch.Tensor) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+
+    def update(self, scores: dict[str, float], clip: float = 1.0) -> None:
         """One optimiser step at the scheduled learning rate."""
         for group in self.optimizer.param_groups:
             group["lr"] = group["peak"] * schedule(self.progress, self.step)
-        self.optimizer.zero_grad(set_to_none=True)
-        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.modules.parameters(), clip)
         self.optimizer.step()
-        self.smooth.add({"loss": loss.item()} | scores)
+        self.smooth.add(scores)
 
 
 class Batches(Dataset):
@@ -225,34 +238,65 @@ def compile_layers(model: DemoModel) -> None:
 
 
 def run_main(model: DemoModel, args: argparse.Namespace) -> None:
-    """Stage 2: everything on the packed stream; the draft head reads detached states, from `draft_from` of the time on."""
+    """Stage 2: everything, on the packed stream; the draft head, from `draft_from` of the time on, on detached ones."""
     if not args.resume:
         state = torch.load(WORK_DIR / "vision.pt")["modules"]
         model.model.visual.load_state_dict({k[7:]: v for k, v in state.items() if k.startswith("vision.")})
     compile_layers(model)
     loop = Loop("main", args, model, Optimizers(model, args.lr, args.muon_lr, args.vision_lr))
     source = batches(data.Stream("main", args.seed, NUM_ROWS, ROW_TOKENS), loop.step)
+    rounded = RoundedWeights(model)
     for _, progress in loop:
         batch = next(source)
         layout = Layout.of(batch.positions, batch.segments)
+        with rounded if progress >= args.round_from else contextlib.nullcontext():
+            with torch.autocast("cpu", torch.bfloat16):
+                hidden, embedded, balance = model.hidden(batch, layout)
+                loss, scores = next_token_loss(model, hidden, batch)
+                loss = loss + 0.01 * balance
+                if progress >= args.draft_from:
+                    draft, draft_scores = draft_loss(model, hidden, embedded, batch, layout, depth=1)
+                    loss, scores = loss + draft, scores | draft_scores
+            loop.backward(loss)
+        loop.update(scores | {"loss": loss.item()})
+
+
+def run_distil(model: DemoModel, args: argparse.Namespace) -> None:
+    """Stage 3 on `model.mtp`; each batch of target states is used REPLAYS times, from a buffer."""
+    state = torch.load(WORK_DIR / "main.pt")["modules"]
+    model.load_state_dict(quantised_state(state))
+    model.requires_grad_(False)
+    model.mtp.load_state_dict({k.removeprefix("mtp."): v for k, v in state.items() if k.startswith("mtp.")})
+    model.mtp.requires_grad_(True)
+    own = distil.own_outputs(model, args.seed)
+    loop = Loop("distil", args, model.mtp, Optimizers(model.mtp, args.lr, args.muon_lr, args.vision_lr))
+    source = batches(distil.OwnStream(own, args.seed, NUM_ROWS, ROW_TOKENS), loop.step)
+    buffer: list = []
+    for rng, _ in loop:
         with torch.autocast("cpu", torch.bfloat16):
-            hidden, embedded, balance = model.hidden(batch, layout)
-            loss, scores = next_token_loss(model, hidden, batch)
-            loss = loss + 0.01 * balance
-            if progress >= args.draft_from:
-                draft, draft_scores = draft_loss(model, hidden, embedded, batch, layout, depth=1)
-                loss, scores = loss + draft, scores | draft_scores
-        loop.update(loss, scores)
+            if loop.step % REPLAYS == 0 or not buffer:
+                buffer = buffer[-BUFFER_BATCHES:] + [distil.target_states(model, next(source))]
+                states = buffer[-1]
+            else:
+                states = rng.choice(buffer)
+            loss, scores = distil.distil_loss(model, *states)
+        loop.backward(loss)
+        loop.update(scores | {"loss": loss.item()})
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("stage", choices=("vision", "main"))
+    parser.add_argument("stage", choices=("vision", "main", "distil"))
     parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--muon-lr", type=float, default=0.02)
     parser.add_argument("--vision-lr", type=float, default=4e-4)
-    parser.add_argument("--draft-from", type=float, default=0.4, help="share of the time after which drafts are trained")
+    parser.add_argument(
+        "--draft-from", type=float, default=0.4, help="share of the time after which drafts are trained"
+    )
+    parser.add_argument(
+        "--round-from", type=float, default=0.7, help="share of the time after which weights are rounded"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     return parser.parse_args()
@@ -263,7 +307,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     model = DemoModel()
-    {"vision": run_vision, "main": run_main}[args.stage](model, args)
+    {"vision": run_vision, "main": run_main, "distil": run_distil}[args.stage](model, args)
 
 
 if __name__ == "__main__":

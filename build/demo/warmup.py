@@ -1,7 +1,7 @@
 """Stage 1: the vision tower alone, with linear heads, until it sees shapes.
 
-Trained through the language model from the start, shape stays at chance. Here every merged patch learns which figure has its
-centre in it (shape, colour or none), and the mean of all learns shape, colour, number and place of the picture.
+Trained through the language model from the start, shape stays at chance. Here every merged patch learns which figure
+has its centre in it (shape, colour or none), and the mean of all learns shape, colour, number and place of the picture.
 """
 
 import random
