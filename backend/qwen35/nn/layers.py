@@ -20,7 +20,6 @@ class Matrix(nn.Module):
         super().__init__()
         for name, part in _parts(weight).items():
             self.register_buffer(name, part)
-        self.kind = type(weight)
         self._packed = None if isinstance(weight, Tensor) else weight
 
     @property
@@ -28,20 +27,12 @@ class Matrix(nn.Module):
         """The weight as the operations take it; put together from the buffers where those were replaced."""
         if self._packed is None:
             return self.weight
-        if torch.compiler.is_exporting():
-            return self._pack()
-        return self._packed
-
-    def _pack(self) -> LinearWeight:
-        input_scale = getattr(self, "input_scale", None)
-        if self.kind is NVFP4Tensor:
-            return NVFP4Tensor(self.weight, self.weight_scale, self.weight_scale_2, input_scale)
-        return FP8Tensor(self.weight, self.weight_scale, input_scale)
+        return weight_of(self) if torch.compiler.is_exporting() else self._packed
 
     def _apply(self, fn, recurse: bool = True) -> Matrix:
         super()._apply(fn, recurse)
         if self._packed is not None:
-            self._packed = self._pack()
+            self._packed = weight_of(self)
         return self
 
 
@@ -70,6 +61,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ops.rms_norm(x, self.scale, self.eps)
+
+
+def weight_of(module: nn.Module) -> LinearWeight:
+    """The weight in a module's buffers, be it a `Matrix` or what `torch.export` made of one."""
+    buffers = dict(module.named_buffers(recurse=False))
+    weight, input_scale = buffers["weight"], buffers.get("input_scale")
+    if "weight_scale_2" in buffers:
+        return NVFP4Tensor(weight, buffers["weight_scale"], buffers["weight_scale_2"], input_scale)
+    return FP8Tensor(weight, buffers["weight_scale"], input_scale) if "weight_scale" in buffers else weight
 
 
 def _parts(weight: LinearWeight) -> dict[str, Tensor | None]:

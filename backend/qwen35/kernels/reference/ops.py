@@ -7,6 +7,7 @@ import weakref
 import torch
 from torch import Tensor
 
+from qwen35.kernels.library import exportable, register
 from qwen35.kernels.reference import attention, elementwise, gated_delta, moe
 from qwen35.kernels.reference.dense import DenseWeights
 from qwen35.kernels.reference.linear import linear
@@ -27,8 +28,11 @@ class ReferenceOps:
     def __init__(self, dense_cache_bytes: int = DEFAULT_CACHE_BYTES, quantize_inputs: bool = False) -> None:
         self._dense = DenseWeights(dense_cache_bytes)
         self._quantize_inputs = quantize_inputs
+        self.name = "reference_quantized_inputs" if quantize_inputs else "reference"
+        register(self.name, self)
         self._planned: tuple[weakref.ref[BatchView], BatchPlan] | None = None
 
+    @exportable
     def linear(
         self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
@@ -52,6 +56,7 @@ class ReferenceOps:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return elementwise.rotate(x, cos, sin)
 
+    @exportable
     def paged_attention(
         self, query: Tensor, key: Tensor, value: Tensor, view: KVView, batch: BatchView, scale: float
     ) -> Tensor:
@@ -60,15 +65,18 @@ class ReferenceOps:
     def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
         return elementwise.delta_gates(a, b, rate, dt_bias)
 
+    @exportable
     def gated_delta(
         self, inputs: Tensor, decay: Tensor, beta: Tensor, taps: Tensor, view: GatedDeltaView, batch: BatchView
     ) -> Tensor:
         return gated_delta.gated_delta(inputs, decay, beta, taps, view, self._plan(batch))
 
+    @exportable
     def route(self, x: Tensor, gate: Tensor, num_experts_per_tok: int) -> tuple[Tensor, Tensor]:
         logits = linear(self._dense, x, gate, None, elementwise.compute_dtype(x.dtype), False)
         return moe.choose(logits.float(), num_experts_per_tok)
 
+    @exportable
     def moe_experts(
         self,
         x: Tensor,
