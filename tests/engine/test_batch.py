@@ -28,10 +28,10 @@ def sequence(token_ids, *, slot=0, block_ids=(0,), generated=(), **fields) -> Se
 
 
 def picture() -> Sequence:
-    """a, image of 1 x 3 tokens at position 1, b, then two generated tokens."""
-    positions = torch.tensor([[0, 1, 1, 1, 4], [0, 1, 1, 1, 4], [0, 1, 2, 3, 4]])
-    rows = torch.tensor([[100.0, 1.0], [200.0, 2.0], [300.0, 3.0]])
-    return sequence((0, IMAGE, IMAGE, IMAGE, 1), positions=positions, image_embeds=rows, generated=(5, 6))
+    """a, image of 2 x 2 tokens at position 1, b at position 3, then two generated tokens."""
+    positions = torch.tensor([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])
+    rows = torch.tensor([[100.0, 1.0], [200.0, 2.0], [300.0, 3.0], [400.0, 4.0]])
+    return sequence((0, IMAGE, IMAGE, IMAGE, IMAGE, 1), positions=positions, image_embeds=rows, generated=(5, 6))
 
 
 def test_view_of_chunks_and_verifies():
@@ -64,23 +64,23 @@ def test_draft_pass_has_the_positions_before_and_no_state():
     made = picture()
     made.num_pending = 2
     view = batch_view([Piece(made, 3, num_decided=4, is_draft_pass=True)], CPU)
-    assert view.positions.tolist() == [[1, 1, 4, 5], [1, 1, 4, 5], [2, 3, 4, 5]]  # tokens 2..5 for entries 3..6
+    assert view.positions.tolist() == [[1, 1, 1, 3], [1, 2, 2, 3], [2, 1, 2, 3]]  # tokens 2..5 for entries 3..6
     assert (view.kv_start.tolist(), view.first_kv.tolist(), view.num_pending.tolist()) == ([3], [1], [0])
     assert view.defer.tolist() == [False]
 
 
 def test_rotary_positions_go_on_behind_the_largest():
     made = picture()
-    assert made.rotary_positions(3, 8).tolist() == [[1, 4, 5, 6, 7], [1, 4, 5, 6, 7], [3, 4, 5, 6, 7]]
-    assert made.rotary_positions(6, 8).tolist() == [[6, 7]] * 3
+    assert made.rotary_positions(4, 8).tolist() == [[1, 3, 4, 5], [2, 3, 4, 5], [2, 3, 4, 5]]
+    assert made.rotary_positions(6, 8).tolist() == [[4, 5]] * 3  # not their indices: the image takes 2 positions of 4
 
 
 def test_image_rows_replace_placeholders_in_any_chunk():
-    whole = embed([Piece(picture(), 0, num_decided=7)], FakeTarget(), CPU)
-    assert whole[:, 0].tolist() == [0, 100, 200, 300, 1, 5, 6]
-    assert whole[1:4, 1].tolist() == [1, 2, 3]
-    for start in range(7):
-        for end in range(start + 1, 8):
+    whole = embed([Piece(picture(), 0, num_decided=8)], FakeTarget(), CPU)
+    assert whole[:, 0].tolist() == [0, 100, 200, 300, 400, 1, 5, 6]
+    assert whole[1:5, 1].tolist() == [1, 2, 3, 4]
+    for start in range(8):
+        for end in range(start + 1, 9):
             text = Piece(sequence((3, 4)), 0, num_decided=2)
             parts = embed([text, Piece(picture(), start, num_decided=end - start), text], FakeTarget(), CPU)
             assert parts[2:-2].tolist() == whole[start:end].tolist()

@@ -4,6 +4,7 @@ through acceptance, rejection and bonus. Two planted wrong rules must fail the s
 The simulation calls the sampler and the acceptance rule that the engine uses, for all seeds at once; a test below shows
 that the engine draws the same tokens. Expected probabilities are written out here from the definitions alone."""
 
+import functools
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -31,8 +32,9 @@ class Tables:
     def __init__(self, spread: float) -> None:
         random = np.random.default_rng(7)
         contexts = [c for n in range(5) for c in itertools.product(range(VOCAB), repeat=n)]
-        self.target = {c: random.normal(size=VOCAB).astype(np.float32) * 1.2 for c in contexts}
-        self.draft = {c: v + random.normal(size=VOCAB).astype(np.float32) * spread for c, v in self.target.items()}
+        self.place = {context: i for i, context in enumerate(contexts)}
+        self.target = random.normal(size=(len(contexts), VOCAB)).astype(np.float32) * 1.2
+        self.draft = self.target + random.normal(size=self.target.shape).astype(np.float32) * spread
 
 
 def probabilities(logits: np.ndarray) -> list[float]:
@@ -55,14 +57,23 @@ def expected_joint(tables: Tables) -> dict[tuple[int, ...], float]:
     joint = {(): 1.0}
     for _ in range(3):
         joint = {
-            (*c, i): p * q for c, p in joint.items() for i, q in enumerate(probabilities(tables.target[c])) if q > 0
+            (*c, i): p * q
+            for c, p in joint.items()
+            for i, q in enumerate(probabilities(tables.target[tables.place[c]]))
+            if q > 0
         }
     return joint
 
 
-def draw(logits: dict, contexts: list[tuple[int, ...]], seeds: list[int], index_of) -> list[int]:
-    rows = [Row(SAMPLING, seed, index_of(len(c))) for c, seed in zip(contexts, seeds, strict=True)]
-    return choose(torch.from_numpy(np.stack([logits[c] for c in contexts])), rows).token_ids.tolist()
+@functools.cache
+def row(seed: int, index: int) -> Row:
+    return Row(SAMPLING, seed, index)
+
+
+def draw(tables: Tables, logits: np.ndarray, contexts: list, seeds: list[int], index_of) -> list[int]:
+    rows = [row(seed, index_of(len(context))) for context, seed in zip(contexts, seeds, strict=True)]
+    places = [tables.place[context] for context in contexts]
+    return choose(torch.from_numpy(logits[places]), rows).token_ids.tolist()
 
 
 def simulate(tables: Tables, rule=accept, index_of=lambda index: index) -> tuple[dict[int, tuple], Counter]:
@@ -73,10 +84,10 @@ def simulate(tables: Tables, rule=accept, index_of=lambda index: index) -> tuple
         drafts: dict[int, tuple[int, ...]] = defaultdict(tuple)
         for _ in range(NUM_DRAFTS):
             contexts = [outputs[s] + drafts[s] for s in seeds]
-            for s, token_id in zip(seeds, draw(tables.draft, contexts, seeds, index_of), strict=True):
+            for s, token_id in zip(seeds, draw(tables, tables.draft, contexts, seeds, index_of), strict=True):
                 drafts[s] += (token_id,)
         rows = [(s, outputs[s] + drafts[s][:i]) for s in seeds for i in range(NUM_DRAFTS + 1)]
-        chosen = draw(tables.target, [c for _, c in rows], [s for s, _ in rows], index_of)
+        chosen = draw(tables, tables.target, [c for _, c in rows], [s for s, _ in rows], index_of)
         for n, s in enumerate(seeds):
             decided = rule(drafts[s], chosen[n * (NUM_DRAFTS + 1) : (n + 1) * (NUM_DRAFTS + 1)])
             runs[len(decided)] += 1

@@ -164,20 +164,21 @@ def test_usage_counts_accepted_drafts_that_were_delivered():
 
 
 def test_images_reach_target_and_draft_and_positions_go_on_behind_them():
-    """Prompt: a, two image tokens at position 1, b. Rows of the image count as content, in chunks of any size."""
-    positions = torch.tensor([[0, 1, 1, 3], [0, 1, 1, 3], [0, 1, 2, 3]])
-    embeds = torch.tensor([[1000.0, 0.0], [2000.0, 0.0]])
+    """Prompt: a, an image of 2 x 2 tokens, b. Rows of the image count as content, in chunks of any size."""
+    positions = torch.tensor([[0, 1, 1, 1, 1, 3], [0, 1, 1, 2, 2, 3], [0, 1, 2, 1, 2, 3]])
+    embeds = torch.tensor([[1000.0, 0.0], [2000.0, 0.0], [3000.0, 0.0], [4000.0, 0.0]])
+    prompt = (0, IMAGE, IMAGE, IMAGE, IMAGE, 1)
     outputs = {}
     for budget in (1, 2, 3, 64):
         rig = Rig(draft="right", max_batch_tokens=budget)
-        rig.run([request((0, IMAGE, IMAGE, 1), image_embeds=embeds, positions=positions, ignore_eos=True)])
+        rig.run([request(prompt, image_embeds=embeds, positions=positions, ignore_eos=True)])
         outputs[budget] = rig.token_ids()
-        runs = [b.positions for b in rig.target.batches if int(b.kv_start[0]) >= 4]
+        runs = [b.positions for b in rig.target.batches if int(b.kv_start[0]) >= 6]
         assert runs[0][:, 0].tolist() == [4, 4, 4]
     assert len(set(outputs.values())) == 1
     assert rig.draft.batches[0].positions.tolist() == positions.tolist()  # entry j has the position of token j - 1
     other = Rig()
-    other.run([request((0, IMAGE, IMAGE, 1), image_embeds=embeds.flip(0), positions=positions, ignore_eos=True)])
+    other.run([request(prompt, image_embeds=embeds.flip(0), positions=positions, ignore_eos=True)])
     assert other.token_ids() != outputs[64]
 
 
