@@ -18,6 +18,7 @@ class Settings:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # activations: auto (the checkpoint's), bfloat16, float32, float64
     kernels: str = "auto"  # auto, reference
+    num_threads: int = 1  # of each process that computes; matrix products have the same bits for one number only
     activations: str = "dense"  # inputs of NVFP4 linears: dense (W4A16), nvfp4 (W4A4 with the static input scale)
     num_draft_tokens: int = 3  # 0: no draft is loaded
     kv_cache_dtype: str = "auto"  # auto (FP8 when the checkpoint announces it, else the model's dtype), bfloat16, fp8, float32
@@ -37,7 +38,7 @@ class Settings:
     max_image_pixels: int = 64_000_000  # before decoding
 
     def __post_init__(self) -> None:
-        for name in ("block_tokens", "num_slots", "max_batch_tokens", "max_queued_requests", "num_vision_workers"):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected a positive integer, got {getattr(self, name)}")
         if not 0 <= self.num_draft_tokens <= 16:
@@ -58,6 +59,15 @@ class Settings:
         texts.update({n: environment[v] for n in known if (v := f"QWEN35_{n.upper()}") in environment})
         return cls(**{name: _convert(name, text, type(known[name].default)) for name, text in texts.items()})
 
+
+_POSITIVE = (
+    "block_tokens",
+    "num_slots",
+    "max_batch_tokens",
+    "max_queued_requests",
+    "num_vision_workers",
+    "num_threads",
+)
 
 _CHOICES = {
     "dtype": ("auto", "bfloat16", "float32", "float64"),
