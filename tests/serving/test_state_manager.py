@@ -20,10 +20,11 @@ CHECKPOINT = Path(__file__).parents[2] / "build" / "demo" / "checkpoint"
 
 
 class Gauge:
-    value = None
+    value, num_calls = None, 0
 
     def set(self, value):
         self.value = value
+        self.num_calls += 1
 
 
 class Family:
@@ -133,6 +134,7 @@ def test_gauges_follow_the_tables(served):
     values = {name: gauge.value for name, gauge in Family.gauges.items()}
     geometry = served.model._arena.geometry
     assert (values["qwen35_state_blocks.free"], values["qwen35_state_slots.free"]) == (geometry.num_blocks, 16)
+    assert Family.gauges["qwen35_state_blocks.free"].num_calls == 1, "a value that stays is not sent again"
     assert values["qwen35_state_blocks.held"] == values["qwen35_state_blocks.cached"] == 0
 
 

@@ -154,6 +154,15 @@ def test_what_the_dead_left_is_made_anew_when_it_does_not_fit(shared_directory: 
     arena.close()
 
 
+def test_a_closed_arena_makes_no_new_file(shared_directory: Path):
+    arena = open_arena(shared_directory)
+    manager = Manager(arena, unclaimed_lease_seconds=1)
+    arena.close()
+    with pytest.raises(StateError, match="arena a: expected it attached, got it closed"):
+        manager.reap()
+    assert names(shared_directory) == set()
+
+
 def test_a_half_made_arena_is_finished_by_the_next(shared_directory: Path):
     (shared_directory / "a-state").write_bytes(b"\0" * 5000)
     arena = open_arena(shared_directory)

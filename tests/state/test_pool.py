@@ -86,6 +86,20 @@ def test_a_wish_over_the_total_takes_all_there_is():
     assert pool.num_free_blocks == 16, "what somebody waits for is not idle"
 
 
+def test_a_wish_that_is_not_repeated_is_forgotten(monkeypatch: pytest.MonkeyPatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    source = FakeSource(16, 4)
+    pool = make_pool(source)
+    assert not pool.can_allocate(20)
+    now[0] += 2.1
+    pool.refill()
+    assert pool.num_free_blocks == 4
+    assert not pool.can_allocate(20)
+    pool.refill()
+    assert pool.num_free_blocks == 16
+
+
 def test_failed_allocation_takes_nothing():
     pool = make_pool(FakeSource(16, 4))
     pool.refill()

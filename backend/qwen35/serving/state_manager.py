@@ -22,7 +22,7 @@ from qwen35.state import segments
 from qwen35.state.arena import Arena
 from qwen35.state.fingerprint import fingerprint
 from qwen35.state.geometry import Geometry
-from qwen35.state.manager import Counts, Manager, Stats
+from qwen35.state.manager import Manager, Stats
 from qwen35.state.operations import Operations
 from qwen35.state.watch import Watch
 
@@ -52,7 +52,7 @@ class TritonPythonModel:
             log=lambda text: server.is_alive and pb_utils.Logger.log_warn(f"state_manager: {text}"),
         )
         self._watch.start()
-        server.when_gone(self._arena.close)
+        server.when_gone(self.finalize)
         parts = ", ".join(f"{name} {num_bytes}" for name, num_bytes in geometry.bytes_by_part().items())
         pb_utils.Logger.log_info(f"state_manager: arena {self._arena.name}, bytes: {parts}")
 
@@ -74,11 +74,15 @@ class TritonPythonModel:
 
 
 class Gauges:
-    """What the metrics endpoint shows of the arena."""
+    """What the metrics endpoint shows of the arena.
+
+    A gauge is told changes only: a call holds the interpreter's lock until the server answers, for ever if it dies.
+    """
 
     def __init__(self, server: ServerProcess) -> None:
         self._server = server
         self._families: list[Any] = []  # a metric dies with its family
+        self._shown: dict[int, int] = {}  # id of a gauge -> its value
         states = ("free", "held", "cached")
         self._blocks = self._gauges("state_blocks", "KV blocks by owner", states)
         self._slots = self._gauges("state_slots", "GDN slots by owner", states)
@@ -87,15 +91,16 @@ class Gauges:
     def show(self, stats: Stats) -> None:
         if not self._server.is_alive:
             return
-        self._show_counts(self._blocks, stats.blocks)
-        self._show_counts(self._slots, stats.slots)
-        self._leases["open"].set(stats.num_open_leases)
-        self._leases["claimed"].set(stats.num_claimed_leases)
+        for gauges, counts in ((self._blocks, stats.blocks), (self._slots, stats.slots)):
+            for state, gauge in gauges.items():
+                self._set(gauge, getattr(counts, state))
+        self._set(self._leases["open"], stats.num_open_leases)
+        self._set(self._leases["claimed"], stats.num_claimed_leases)
 
-    @staticmethod
-    def _show_counts(gauges: Mapping[str, Any], counts: Counts) -> None:
-        for state, gauge in gauges.items():
-            gauge.set(getattr(counts, state))
+    def _set(self, gauge: Any, value: int) -> None:
+        if self._shown.get(id(gauge)) != value:
+            gauge.set(value)
+            self._shown[id(gauge)] = value
 
     def _gauges(self, name: str, description: str, states: Sequence[str]) -> dict[str, Any]:
         family = pb_utils.MetricFamily(name=f"qwen35_{name}", description=description, kind=pb_utils.MetricFamily.GAUGE)

@@ -64,6 +64,8 @@ class Arena:
 
     def new_lock(self, name: str) -> Lock:
         """A lock among the processes that are attached; ``name``: lower-case letters and digits."""
+        if self._descriptor is None:  # its file would stay behind
+            raise StateError(f"arena {self.name}: expected it attached, got it closed")
         return FileLock(self._directory / f"{self.name}-{name}.lock")
 
     def cache_view(self, device: str = "cpu", kv_scales: Sequence[tuple[float, float]] = ()) -> CacheView:
@@ -84,10 +86,8 @@ class Arena:
 
     def close(self) -> bool:
         """Detach; True when this was the last process and the arena is gone. Idempotent (then False)."""
-        if self._descriptor is None:
-            return False
         descriptor, self._descriptor = self._descriptor, None
-        return segments.detach(self._directory, self.name, descriptor)
+        return descriptor is not None and segments.detach(self._directory, self.name, descriptor)
 
     def _ensure_cache_file(self, path: Path) -> None:
         lock = self.new_lock("cache")

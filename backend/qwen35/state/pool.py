@@ -14,6 +14,7 @@ from qwen35.state.extents import Extent
 from qwen35.state.source import ExtentSource
 
 IDLE_SECONDS = 5.0
+WISH_SECONDS = 2.0  # a wish that nobody repeats any more is forgotten
 RETRY_SECONDS = 0.05  # between two questions to a source that has nothing
 
 
@@ -96,7 +97,7 @@ class BlockPool:
         self._extent_blocks = extent_blocks or -(-num_total_blocks // 8)
         self._extent_slots = extent_slots or -(-num_total_slots // 4)
         self._blocks, self._slots = _Shelf("block"), _Shelf("slot")
-        self._wanted = {"block": 0, "slot": 0}  # free ones that somebody asked for in vain
+        self._wishes = {"block": (0, 0.0), "slot": (0, 0.0)}  # how many somebody asked for in vain, and until when
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -125,7 +126,8 @@ class BlockPool:
             return len(self._slots.used)
 
     def can_allocate(self, num_blocks: int, num_slots: int = 0) -> bool:
-        """True when so many are free now; else the pool asks its source for them (in the background)."""
+        """True when so many are free now; else the pool asks its source for them (in the background), for as long as
+        the question is repeated every second."""
         with self._mutex:
             is_enough = self._blocks.num_free >= num_blocks and self._slots.num_free >= num_slots
             if not is_enough:
@@ -219,8 +221,8 @@ class BlockPool:
             self._wake.wait(period_seconds)
 
     def _want(self, num_blocks: int, num_slots: int) -> None:
-        self._wanted["block"] = max(self._wanted["block"], num_blocks)
-        self._wanted["slot"] = max(self._wanted["slot"], num_slots)
+        until = time.monotonic() + WISH_SECONDS
+        self._wishes.update({k: (n, until) for k, n in (("block", num_blocks), ("slot", num_slots)) if n > 0})
         self._wake.set()
 
     def _is_low(self) -> bool:
@@ -232,7 +234,8 @@ class BlockPool:
 
     def _target(self, shelf: _Shelf) -> int:
         """The reserve, or more while somebody waits for more."""
-        return max(self._reserve(shelf), self._wanted[shelf.kind])
+        num_wanted, until = self._wishes[shelf.kind]
+        return max(self._reserve(shelf), num_wanted if time.monotonic() < until else 0)
 
     def _grow(self, shelf: _Shelf) -> bool:
         """Acquire extents until the reserve and every wish is met or the source has nothing."""
@@ -241,7 +244,7 @@ class BlockPool:
             with self._mutex:
                 missing = self._target(shelf) - shelf.num_free
                 if missing <= 0:
-                    self._wanted[shelf.kind] = 0
+                    self._wishes[shelf.kind] = (0, 0.0)
                     return has_grown
             is_block = shelf.kind == "block"
             unit = self._extent_blocks if is_block else self._extent_slots
