@@ -86,14 +86,16 @@ class Excludes:
 
 def refuse_clash(draft_patterns: Iterable[str], target_modules: Iterable[str]) -> None:
     """Raises CheckpointError when a pattern of the draft reaches a module outside the draft, in any spelling."""
-    patterns = [(pattern, PatternSet((pattern,))) for pattern in draft_patterns]
-    for module in target_modules:
-        for pattern, matcher in patterns:
-            if any(matcher.match(form) for form in spellings(module)):
-                raise CheckpointError(
-                    f"exclude {pattern!r}: expected to reach the draft alone, but it also excludes {module!r}; "
-                    "narrow the pattern (for example 'mtp.*')"
-                )
+    patterns = tuple(draft_patterns)
+    together = PatternSet(patterns)
+    for module in target_modules if patterns else ():
+        forms = [form for form in spellings(module) if together.match(form)]
+        if forms:
+            culprit = next(pattern for pattern in patterns if PatternSet((pattern,)).match(forms[0]))
+            raise CheckpointError(
+                f"exclude {culprit!r}: expected to reach the draft alone, but it also excludes {module!r}; "
+                "narrow the pattern (for example 'mtp.*')"
+            )
 
 
 def _draft_local(pattern: str) -> str | None:

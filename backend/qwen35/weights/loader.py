@@ -7,6 +7,7 @@ Anything else is refused by name before the first byte is read.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from qwen35.weights.source import Loader, Planner, Progress, TensorSource
 
 _Weights = TypeVar("_Weights")
 _Build = Callable[[TensorSource, Layout], _Weights]
+_OWN_TENSORS = re.compile(r"\.(weight|bias|weight_scale|weight_scale_2|input_scale)$")
 _DRAFT_REMEDY = "set num_draft_tokens to 0, or use a checkpoint that kept its mtp.* tensors"
 
 
@@ -153,4 +155,4 @@ def _names_of(part: Part, reader: CheckpointReader) -> tuple[str, ...]:
 def _modules_beside_draft(reader: CheckpointReader) -> list[str]:
     """Modules that no exclude of the draft may reach."""
     names = (name for name in reader.names if (found := split_root(name)) is None or found[0] is not Part.DRAFT)
-    return list(dict.fromkeys(name.removesuffix(".weight") for name in names))
+    return list(dict.fromkeys(_OWN_TENSORS.sub("", name) for name in names))

@@ -66,21 +66,21 @@ class Layout:
     @classmethod
     def of(cls, tensor_names: Iterable[str]) -> Layout:
         """Finds the roots; a part that is not there gets its published root, so that errors name published tensors."""
-        names = set(tensor_names)
-        roots = {part: _root_in_use(ROOTS[part], part, names) for part in Part}
-        head = next((head for head in HEADS if f"{head}.weight" in names), "lm_head")
+        used: dict[Part, set[str]] = {part: set() for part in Part}
+        heads = set()
+        for name in tensor_names:
+            found = split_root(name)
+            if found is None:
+                continue
+            part, local = found
+            if part is Part.TARGET and local.startswith("lm_head."):
+                heads.add(name.removesuffix(local.removeprefix("lm_head")))
+            else:
+                used[part].add(name.removesuffix(local))
+        roots = {part: next((root for root in ROOTS[part] if root in used[part]), None) for part in Part}
         return cls(
             target_root=roots[Part.TARGET] or "model.language_model.",
             draft_root=roots[Part.DRAFT] or "mtp.",
             vision_root=roots[Part.VISION] or "model.visual.",
-            head=head,
+            head=next((head for head in HEADS if head in heads), "lm_head"),
         )
-
-
-def _root_in_use(roots: tuple[str, ...], part: Part, names: set[str]) -> str | None:
-    used = {
-        root
-        for root in roots
-        if any(name.startswith(root) and split_root(name) == (part, name[len(root) :]) for name in names)
-    }
-    return next((root for root in roots if root in used), None)
