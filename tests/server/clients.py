@@ -7,6 +7,7 @@ import http.client
 import io
 import json
 import queue
+import re
 import time
 from dataclasses import dataclass, field
 
@@ -62,25 +63,24 @@ class Stream:
         self._client.close()
 
     def send(self, model, arrays, parameters=None, request_id="", outputs=None, **options):
-        self._sent = time.monotonic()
+        """``arrays``: by input name. ``options``: of the client's `async_stream_infer`."""
+        inputs = [tensor(name, array) for name, array in arrays.items()]
         requested = [grpc.InferRequestedOutput(name) for name in outputs] if outputs else None
-        self._client.async_stream_infer(
-            model,
-            [tensor(name, array) for name, array in arrays.items()],
-            parameters=parameters,
-            request_id=request_id,
-            outputs=requested,
-            **options,
-        )
+        options |= {"parameters": parameters, "request_id": request_id, "outputs": requested}
+        self.send_inputs(model, inputs, **options)
+
+    def send_inputs(self, model, inputs, **options):
+        self.sent = time.monotonic()
+        self._client.async_stream_infer(model, inputs, **options)
 
     def next(self, timeout=TIMEOUT):
         """(seconds, outputs by name, final flag, error)."""
         moment, result, error = self._arrived.get(timeout=timeout)
         if error is not None:
-            return moment - self._sent, {}, True, error.message()
+            return moment - self.sent, {}, True, plain_error(error.message())
         response = result.get_response()
         outputs = {output.name: result.as_numpy(output.name) for output in response.outputs}
-        return moment - self._sent, outputs, response.parameters["triton_final_response"].bool_param, None
+        return moment - self.sent, outputs, response.parameters["triton_final_response"].bool_param, None
 
     def collect(self, timeout=TIMEOUT):
         """The rest of the one request that is under way."""
@@ -93,6 +93,11 @@ class Stream:
                 answer.seconds.append(seconds)
                 answer.finals.append(is_final)
         return answer
+
+
+def plain_error(message):
+    """Without the words that Triton's core puts before what a step of an ensemble says."""
+    return re.sub(r"^in ensemble '\w+', ", "", message)
 
 
 def tensor(name, array):

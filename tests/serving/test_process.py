@@ -3,10 +3,9 @@ import os
 import sys
 
 import pytest
-import torch
 
 from qwen35.errors import ConfigError
-from qwen35.serving.process import prepare_process, select_device, settings_of
+from qwen35.serving.process import prepare_process, settings_of
 
 
 def args_with(**parameters):
@@ -36,19 +35,6 @@ def test_the_arena_is_named_after_the_server():
     name = settings_of(args_with(), {}).arena_name
     assert name.startswith(f"qwen35-{os.getppid()}-")
     assert settings_of(args_with(), {"QWEN35_ARENA_NAME": "mine"}).arena_name == "mine"
-
-
-def test_devices():
-    assert select_device("cpu").type == "cpu"
-    assert select_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    with pytest.raises(ConfigError, match="device: expected auto, cpu, cuda"):
-        select_device("toaster")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_gpu_that_is_not_there_is_refused():
-    with pytest.raises(ConfigError, match="which has no GPU"):
-        select_device("cuda:0")
 
 
 def test_streams_are_utf8_after_prepare_process(capfd):

@@ -79,6 +79,16 @@ def test_errors_keep_their_code_where_triton_has_it():
     assert (late.code, str(late)) == (PB.TritonError.UNAVAILABLE, "DEADLINE_EXCEEDED: too late")
 
 
+def test_the_server_is_not_asked_about_a_request_that_has_ended():
+    request = fake_triton.Request({})
+    reply = TritonReply(PB, request, ServerProcess())
+    request.sender.cancelled = True
+    assert reply.is_cancelled()
+    reply.fail(Cancelled())
+    request.sender.is_cancelled = lambda: pytest.fail("asked")
+    assert not reply.is_cancelled()
+
+
 def test_nothing_is_sent_to_a_dead_server(monkeypatch):
     request, server = fake_triton.Request({}), ServerProcess()
     reply = TritonReply(PB, request, server)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qwen35.config import ModelConfig
+from qwen35.engine.loading import select_dtype
 from qwen35.kernels.select import select_ops
 from qwen35.nn.vision import VisionTower
 from qwen35.prompt.encoder import ImageEncoder
@@ -59,7 +60,7 @@ class RequestEncoder:
         )
         images = None
         if config.vision is not None:
-            weights, _ = load_vision(checkpoint, config, device=device)
+            weights, _ = load_vision(checkpoint, config, device=device, dtype=select_dtype(settings.dtype))
             tower = VisionTower(config.vision, weights, select_ops(settings, device))
             images = ImageEncoder(tower, settings.image_cache_bytes)
         return cls(PromptProcessor(checkpoint, config, limits), images, config.text.hidden_size)

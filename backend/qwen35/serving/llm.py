@@ -9,15 +9,16 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from qwen35.config import ModelConfig
+from qwen35.engine.loading import load_engine, select_device
 from qwen35.engine.request import Request
 from qwen35.errors import InvalidArgument, StateError, Unavailable
 from qwen35.serving.leasing import LeaseKeeper
-from qwen35.serving.loading import SharedState, load_engine
 from qwen35.serving.metrics import ServingMetrics
-from qwen35.serving.process import ServerProcess, prepare_process, select_device, settings_of
+from qwen35.serving.process import ServerProcess, prepare_process, settings_of
 from qwen35.serving.resolved import ResolvedRequest
 from qwen35.serving.responses import ResponseBuilder
 from qwen35.serving.service import Service
+from qwen35.serving.shared_state import SharedState
 from qwen35.serving.tensors import TritonReply, log_fault, text_input, text_tensor, torch_input
 from qwen35.serving.ticket import Ticket, monotonic_of
 from qwen35.state.leases import Lease
@@ -70,6 +71,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Makes no call and waits for no other process: that one may be gone before us."""
+        self._state.holder.announce_end()  # if a thread hangs: the end of this process is no reason to reload it
         has_ended = self._service.stop(STOP_SECONDS)
         closing = threading.Thread(target=self._state.pool.close, args=(False,), daemon=True)
         closing.start()

@@ -13,9 +13,6 @@ from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 
-import torch
-
-from qwen35.errors import ConfigError
 from qwen35.settings import Settings
 from qwen35.state.segments import arena_name_of_server
 
@@ -76,16 +73,3 @@ def settings_of(args: Mapping[str, str], environment: Mapping[str, str] | None =
         checkpoint=str((root / settings.checkpoint).resolve()),
         arena_name=settings.arena_name or arena_name_of_server(os.getppid()),
     )
-
-
-def select_device(name: str) -> torch.device:
-    """``auto``: the first GPU when there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device: expected a device of this machine, got {name!r}, which has no GPU; use auto or cpu")
-    return device

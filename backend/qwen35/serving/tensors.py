@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import traceback
 from collections.abc import Mapping
 from typing import Any
@@ -90,12 +91,18 @@ def triton_error(pb_utils: Any, error: Qwen35Error) -> Any:
 
 
 class TritonReply:
-    """Sends the responses of one decoupled request."""
+    """Sends the responses of one decoupled request. Thread-safe.
+
+    The server frees what ``is_cancelled`` looks at when the final response has arrived, and dies of a question that
+    comes later or at the same moment: hence the lock, and no question after the end.
+    """
 
     def __init__(self, pb_utils: Any, request: Any, server: ServerProcess) -> None:
         self._pb_utils = pb_utils
         self._server = server
         self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._has_ended = False
 
     def send(self, response: Response) -> None:
         if response.error is not None:
@@ -123,12 +130,17 @@ class TritonReply:
             log_fault(self._pb_utils, self._server, f"{who}: no way to a client", failure)
 
     def is_cancelled(self) -> bool:
-        return not self._server.is_alive or self._sender.is_cancelled()
+        with self._lock:
+            if self._has_ended:
+                return False
+            return not self._server.is_alive or self._sender.is_cancelled()
 
     def _send(self, response: Any, flags: int) -> None:
         if not self._server.is_alive:
             raise ConnectionError("response: expected a server to send it through, got one that is dead")
-        self._sender.send(response, flags=flags)
+        with self._lock:
+            self._has_ended = self._has_ended or flags != 0
+            self._sender.send(response, flags=flags)
 
 
 def log_fault(pb_utils: Any, server: ServerProcess, who: str, error: BaseException) -> None:

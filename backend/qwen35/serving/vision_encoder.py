@@ -8,10 +8,11 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from qwen35.engine.loading import select_device
 from qwen35.errors import Cancelled, DeadlineExceeded
 from qwen35.serving.encoding import Encoded, RequestEncoder, has_images
 from qwen35.serving.options import PromptSource, resolve
-from qwen35.serving.process import ServerProcess, prepare_process, select_device, settings_of
+from qwen35.serving.process import ServerProcess, prepare_process, settings_of
 from qwen35.serving.resolved import ResolvedRequest
 from qwen35.serving.tensors import InputReader, TritonReply, text_tensor
 from qwen35.serving.workers import WorkerPool

@@ -1,4 +1,4 @@
-"""What the llm loads once: the state it shares, the weights, the engine. Knows no threads and no Triton."""
+"""This llm's part of the arena that all models share. Knows no Triton: how to call the manager comes as a function."""
 
 from __future__ import annotations
 
@@ -9,15 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from qwen35.config import ModelConfig
-from qwen35.engine.engine import Engine
-from qwen35.kernels.select import select_ops
-from qwen35.nn.draft import DraftModel
-from qwen35.nn.language import LanguageModel
-from qwen35.prompt.tokenizer import Tokenizer
-from qwen35.serving.process import select_device
 from qwen35.settings import Settings
 from qwen35.state.arena import Arena
 from qwen35.state.fingerprint import fingerprint
@@ -25,8 +17,6 @@ from qwen35.state.geometry import Geometry
 from qwen35.state.holder import Holder
 from qwen35.state.pool import BlockPool
 from qwen35.state.source import ManagerSource, RemoteManager
-from qwen35.views import CacheView
-from qwen35.weights.loader import load_language
 
 
 @dataclass(frozen=True)
@@ -65,16 +55,3 @@ class SharedState:
         """The manager takes back what is still ours; the last one out removes the arena."""
         self.holder.close()
         self.arena.close()
-
-
-def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache: CacheView) -> Engine:
-    """Target and, with drafting on, draft of ``settings.checkpoint`` on the device of ``cache``."""
-    device = select_device(settings.device)
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    weights, draft_weights, _ = load_language(
-        settings.checkpoint, config, with_draft=settings.num_draft_tokens > 0, device=device, dtype=dtype
-    )
-    ops = select_ops(settings, device)
-    draft = None if draft_weights is None else DraftModel(config.text, draft_weights, ops)
-    tokenizer = Tokenizer.from_directory(settings.checkpoint)
-    return Engine(LanguageModel(config.text, weights, ops), draft, pool, cache, tokenizer, config, settings)

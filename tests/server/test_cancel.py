@@ -1,0 +1,90 @@
+"""Requests that end early: cancelled by id, by their client, or by their deadline. Nothing stays behind."""
+
+import time
+
+import numpy as np
+import pytest
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
+
+from tests.server.clients import Stream, idle_stats, operate, picture, send_vllm, tensor, texts, vllm
+
+LONG = {"max_tokens": 400, "ignore_eos": True}
+
+
+def begin(connection, request_id="", **options):
+    """A long request whose first text has come."""
+    send_vllm(connection, "Hello", LONG, request_id=request_id, stream=True, **options)
+    assert connection.next()[3] is None
+
+
+def test_cancel_by_id_ends_every_request_of_the_id_and_no_other(server):
+    with Stream(server) as first, Stream(server) as second, Stream(server) as other:
+        begin(first, "twin")
+        begin(second, "twin")
+        begin(other, "other")
+        assert operate(server, "cancel", {"request_id": "twin"}) == {"cancelled": 2}
+        for connection in (first, second):
+            last = connection.collect(timeout=2.0).last
+            assert last["error"][0] == b"CANCELLED: Request was cancelled"
+        assert other.next()[3] is None
+        assert operate(server, "cancel", {"request_id": "other"}) == {"cancelled": 1}
+        assert b"CANCELLED" in other.collect(timeout=2.0).last["error"][0]
+    idle_stats(server)
+
+
+def test_a_cancel_reaches_a_request_that_is_still_in_the_encoder(server):
+    with Stream(server) as connection:
+        large = picture("red", (2048, 2048))
+        send_vllm(connection, "x", LONG, images=[large], request_id="early", stream=True)
+        time.sleep(0.1)
+        assert operate(server, "cancel", {"request_id": "early"}) == {"cancelled": 0}
+        answer = connection.collect()
+    assert answer.responses == [] and answer.error == "CANCELLED: Request was cancelled"
+    assert vllm(server, "x", sampling={"max_tokens": 1}, request_id="early").error is None  # the next of that id
+    idle_stats(server)
+
+
+def test_an_empty_id_can_not_be_cancelled(server):
+    with pytest.raises(InferenceServerException, match="INVALID_ARG: request_id"):
+        operate(server, "cancel", {"request_id": ""})
+
+
+def test_a_deadline_ends_a_stream_with_an_error_output(server):
+    with Stream(server) as connection:
+        begin(connection, options={"timeout": 400_000})  # microseconds, Triton's own
+        answer = connection.collect(timeout=5.0)
+    assert answer.error is None
+    assert answer.last["error"][0].startswith(b"DEADLINE_EXCEEDED: ")
+    idle_stats(server)
+
+
+def test_a_cancelled_client_of_the_llm_itself_frees_its_memory(server):
+    """Through an ensemble no cancellation arrives in this version of the server; the model itself sees it."""
+    with Stream(server) as encoder:
+        encoder.send("vision_encoder", {"text_input": texts("Hello"), "stream": np.array([True])}, LONG, outputs=None)
+        encoded = encoder.next()[1]
+    lease = operate(server, "open", {"request_id": "", "deadline_unix_ns": time.time_ns() + 60 * 10**9})
+    arrays = {name: encoded[name] for name in ("request", "token_ids", "positions")}
+    inputs = [tensor(name, array) for name, array in arrays.items()]
+    embeds = grpc.InferInput("embeds", list(encoded["embeds"].shape), "BF16")
+    embeds.set_data_from_numpy(encoded["embeds"])
+    lease_text = texts(f'{{"row": {lease["row"]}, "generation": {lease["generation"]}}}')
+    client = Stream(server)
+    client.send_inputs("llm", [*inputs, embeds, tensor("lease", lease_text)])
+    assert client.next()[3] is None
+    begun = time.monotonic()
+    client.close(cancel=True)
+    idle_stats(server, timeout=4.0)
+    assert time.monotonic() - begun < 4.0
+
+
+def test_the_text_before_a_cancel_is_a_beginning_of_the_whole(server):
+    sampling = {"max_tokens": 60, "ignore_eos": True, "temperature": 0}
+    whole = vllm(server, "Hello", sampling=sampling, stream=True).text
+    with Stream(server) as connection:
+        send_vllm(connection, "Hello", sampling, request_id="half", stream=True)
+        first = connection.next()[1]["text_output"][0].decode()
+        operate(server, "cancel", {"request_id": "half"})
+        text = first + connection.collect(timeout=5.0).text
+    assert whole.startswith(text)
