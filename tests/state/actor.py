@@ -55,9 +55,6 @@ class Commands:
             self.arena.tables.block_owner[:3] = 6
             os.kill(os.getpid(), signal.SIGKILL)
 
-    def wait_for_predecessors(self, seconds: float) -> bool:
-        return self.holder.wait_for_predecessors(seconds)
-
     def fill_cache(self, value: int) -> int:
         """Write a number into the draft's keys of block 1; returns the bytes that were there."""
         cache = self.arena.cache_view()
@@ -65,8 +62,8 @@ class Commands:
         cache.draft.keys[1] = value
         return before
 
-    def close_holder(self) -> None:
-        self.holder.close()
+    def announce_end(self) -> None:
+        self.holder.announce_end()
 
     def detach(self) -> bool:
         return self.arena.close()

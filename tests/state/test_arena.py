@@ -213,6 +213,7 @@ def test_a_new_llm_waits_for_the_old_one(shared_directory: Path, actors: Actors)
     old = actors.start()
     old.call("attach", str(shared_directory), "a", GEOMETRY.as_dict())
     old.call("register", "llm_0")
+    old.call("announce_end")
     arena = open_arena(shared_directory)
     holder = Holder.register(arena, "llm_0")
     assert [info.pid for info in holder.predecessors()] == [old.process.pid]

@@ -78,6 +78,37 @@ def test_an_end_in_order_reloads_nothing():
     assert watched.watch.stop(2.0) and watched.num_reloads == 0 and watched.log == []
 
 
+def test_a_death_after_the_successor_has_come_reloads_nothing():
+    watched = Watched()
+    successor = Holder.register(watched.owner, "llm_0")
+    watched.watch.start()
+    watched.kill()
+    assert wait_until(lambda: bool(watched.log) and len(watched.stats[-1].holders) == 1)
+    assert watched.watch.stop(2.0) and watched.num_reloads == 0
+    assert watched.log[0].endswith("free again; its successor runs")
+    successor.close()
+
+
+def test_a_death_while_another_instance_lives_reloads():
+    watched = Watched()
+    Holder.register(watched.owner, "llm_1")
+    watched.watch.start()
+    watched.kill()
+    assert wait_until(lambda: watched.num_reloads == 1) and watched.watch.stop(2.0)
+
+
+def test_an_announced_end_is_no_death_but_holds_until_it_comes():
+    watched = Watched()
+    watched.manager.acquire(watched.holder.ref, 1, 5, 1)
+    watched.holder.announce_end()
+    watched.watch.start()
+    assert wait_until(lambda: len(watched.stats) > 2)
+    assert watched.stats[-1].blocks.held == 5 and watched.stats[-1].holders[0].is_done
+    watched.kill()
+    assert wait_until(lambda: watched.stats[-1].blocks.held == 0)
+    assert watched.watch.stop(2.0) and watched.num_reloads == 0 and watched.log == []
+
+
 def test_a_failed_reload_is_tried_again():
     watched = Watched(num_failures=2)
     watched.watch.start()

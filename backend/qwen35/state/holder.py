@@ -49,7 +49,7 @@ class HolderInfo:
 
 
 class Holder:
-    """This process's own row. ``close`` says that it has finished; a holder that dies never says so."""
+    """This process's own row. ``announce_end`` says that it ends in order; a holder that dies never says so."""
 
     def __init__(self, owner: TableOwner, ref: HolderRef, lock: Lock, clock: Clock) -> None:
         self.ref = ref
@@ -95,7 +95,7 @@ class Holder:
         mine = bytes(self._row["instance"][0])
         others = []
         for info in holder_infos(self._owner.tables, self._clock()):
-            if info.row == self.ref.row or info.is_done or info.instance.encode("utf-8") != mine:
+            if info.row == self.ref.row or info.instance.encode("utf-8") != mine:
                 continue
             lock = self._owner.new_lock(holder_lock_name(info.row))
             if not lock.try_acquire():
@@ -112,12 +112,16 @@ class Holder:
             time.sleep(0.02)
         return True
 
+    def announce_end(self) -> None:
+        """From now on nothing more is acquired, and the end of this process is no failure. What it holds stays its own
+        until it has closed or ended."""
+        if not self._is_closed:
+            self._row["state"] = HOLDER_DONE
+
     def close(self) -> None:
         """Finished: nothing of ours will be touched again, whatever we still hold may be reclaimed. Idempotent."""
-        if self._is_closed:
-            return
+        self.announce_end()
         self._is_closed = True
-        self._row["state"] = HOLDER_DONE
         self._lock.release()
 
 

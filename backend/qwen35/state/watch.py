@@ -78,13 +78,22 @@ class Watch:
     def _reap_until_stopped(self) -> None:
         while not self._stopping.is_set():
             try:
-                for holder in self._manager.reap():
-                    self._log(f"{describe(holder)} died; its blocks and slots are free again")
-                    self._death.set()
-                self._on_stats(self._manager.stats())
+                died = self._manager.reap()
+                stats = self._manager.stats()
+                self._notice(died, successors={holder.instance for holder in stats.holders if not holder.is_done})
+                self._on_stats(stats)
             except Exception as error:  # the lock is held by a stopped process, say: the next round may succeed
                 self._log(f"reaper: {error}")
             self._stopping.wait(self._period_seconds)
+
+    def _notice(self, died: list[HolderInfo], successors: set[str]) -> None:
+        """A dead holder whose instance has been started anew by somebody else needs no reload."""
+        for holder in died:
+            has_successor = holder.instance in successors
+            self._log(f"{describe(holder)} died; its blocks and slots are free again"
+                      f"{'; its successor runs' if has_successor else ''}")  # fmt: skip
+            if not has_successor:
+                self._death.set()
 
     def _reload_after_deaths(self) -> None:
         while not self._stopping.is_set():
