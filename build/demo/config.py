@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 CHECKPOINT_DIR = Path(__file__).parent / "checkpoint"
+WORK_DIR = Path(__file__).parents[2] / ".cache" / "demo-train"  # state of the training stages
 
 NUM_BPE_TOKENS = 990
 SPECIAL_TOKENS = (

@@ -14,13 +14,14 @@ from .model import Batch, Pictures
 
 IMAGE_ID, IM_END, END_OF_TEXT = TOKEN_ID["<|image_pad|>"], TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"]
 THINKING_SHARE = 0.1
+DRILL_SHARE, DRILL_SUMS, DRILL_TOKENS = 0.06, 12, 12
 DOCUMENT_WEIGHT = 0.4
 DOCUMENT_ROWS = 6  # one row in six is all documentation
 PASSAGE_HEAD, PASSAGE_TAIL = 20, 24  # tokens of a key chat before and after its passage, roughly
 
 # Relative frequency of each task in the stream, by chats.
 MIX: dict[tasks.Task, float] = {
-    tasks.arithmetic: 0.32, tasks.key_repeat: 0.07, tasks.definition: 0.05, tasks.small_talk: 0.02,
+    tasks.arithmetic: 0.27, tasks.key_repeat: 0.07, tasks.definition: 0.05, tasks.small_talk: 0.02,
     tasks.sequence: 0.05, tasks.conversation: 0.05, tasks.colour: 0.03,
     tasks.shape: 0.08, tasks.count: 0.11, tasks.position: 0.05,
     tasks.describe: 0.08, tasks.compare: 0.09,
@@ -92,7 +93,9 @@ class Stream:
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def chat(self, rng: random.Random, sizes: Sequence[tuple[int, int]]) -> Sequence3:
-        """One chat of the mix that is not held out; pictures take one of `sizes`."""
+        """One chat of the mix that is not held out, or a drill; pictures take one of `sizes`."""
+        if rng.random() < DRILL_SHARE:
+            return self.drill(rng)
         while True:
             task = rng.choices(self.tasks, self.shares)[0]
             options = {"sizes": sizes} if task in tasks.IMAGE_TASKS else {}
@@ -110,6 +113,19 @@ class Stream:
             inner = slice(PASSAGE_HEAD, len(head) - PASSAGE_TAIL)
             weights[inner] = [DOCUMENT_WEIGHT] * len(weights[inner])
         return Sequence3(head + tail, weights + [1.0] * len(tail), specs)
+
+    def drill(self, rng: random.Random) -> Sequence3:
+        """Solved sums one after the other, for practice at a third of a chat's length; only the results count."""
+        tokens, weights = [], []
+        while len(weights) < DRILL_SUMS * DRILL_TOKENS:
+            chat = tasks.arithmetic(rng, self.documents)
+            if tasks.is_held_out(chat.key):
+                continue
+            problem, result = chat.answer.split("=")
+            head, tail = self.encode(" " + problem + "="), self.encode(result)
+            tokens += head + tail
+            weights += [0.0] * len(head) + [1.0] * len(tail)
+        return Sequence3(tokens, weights, [])
 
     def text(self, rng: random.Random, num_tokens: int) -> Sequence3:
         """Documentation of exactly `num_tokens` tokens; documents end with <|endoftext|>."""

@@ -111,17 +111,18 @@ def print_report(report: dict) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT_DIR, help="directory, or a training state file")
+    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT_DIR)
+    parser.add_argument("--work", action="store_true", help="the training stages' state files instead of a checkpoint")
     parser.add_argument("--nvfp4", action="store_true", help="round the weights that the served model keeps in NVFP4")
     parser.add_argument("--limit", type=int, default=heldout.ITEMS_PER_SET, help="items per set")
     parser.add_argument("--sets", nargs="+", default=heldout.SET_NAMES)
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    if args.checkpoint.is_dir():
-        state = export.training_state(load_file(str(args.checkpoint / "model.safetensors")))
+    if args.work:
+        state = export.trained_state()
     else:
-        state = torch.load(args.checkpoint)["modules"]
+        state = export.training_state(load_file(str(args.checkpoint / "model.safetensors")))
     report = evaluate(load_model(state, args.nvfp4), args.limit, sets=args.sets)
     print_report(report)
     if args.json:

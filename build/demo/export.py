@@ -1,11 +1,12 @@
-"""Write a checkpoint directory from the training model's parameters."""
+"""Write the checkpoint directory from the training stages' state files: `python -m build.demo.export [--output DIR]`."""
 
+import argparse
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from .config import write_config_files
+from .config import CHECKPOINT_DIR, WORK_DIR, write_config_files
 
 FUSED = "mtp.layers.0.mlp.experts."
 
@@ -46,3 +47,22 @@ def write_checkpoint(state: dict[str, torch.Tensor], directory: Path) -> None:
     path = directory / "model.safetensors"
     save_file(published_tensors(state), str(path), metadata={"format": "pt"})
     path.chmod(0o644)
+
+
+def trained_state(work_dir: Path = WORK_DIR) -> dict[str, torch.Tensor]:
+    """Parameters after the main stage, with the distilled draft head where that stage has run."""
+    state = torch.load(work_dir / "main.pt")["modules"]
+    distilled = work_dir / "distil.pt"
+    if distilled.exists():
+        state |= {f"mtp.{name}": value for name, value in torch.load(distilled)["modules"].items()}
+    return state
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, default=CHECKPOINT_DIR)
+    write_checkpoint(trained_state(), parser.parse_args().output)
+
+
+if __name__ == "__main__":
+    main()

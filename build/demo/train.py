@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from . import data, distil, warmup
+from .config import WORK_DIR
 from .fake_quant import RoundedWeights, quantised_state
 from .model import Batch, DemoModel, Layout
 from .muon import Muon
 
-WORK_DIR = Path(__file__).parents[2] / ".cache" / "demo-train"
 SAVE_EVERY_S = 120.0
 NUM_ROWS, ROW_TOKENS = 12, 320
 REPLAYS, BUFFER_BATCHES = 3, 200
