@@ -7,8 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qwen35.engine import filters
 from qwen35.engine.filters import surviving
+
+
+def kept(values, *options, temperature: float = 1.0) -> list[set[int]]:
+    """Token ids that survive in each row."""
+    found = surviving(np.asarray(values), temperature, *options)
+    assert (found.scaled == np.asarray(values)[found.row_of, found.token_ids].astype(np.float64) / temperature).all()
+    return [set(found.token_ids[found.row_of == row].tolist()) for row in range(len(values))]
 
 
 def reference(values: list[float], min_p: float, top_k: int, top_p: float) -> set[int]:
@@ -37,7 +43,7 @@ TABLE = [
     ([9.0, 0.0, 0.0], 0.0, 0, 1e-9, {0}),
     ([0.0, -math.inf, 0.0], 0.0, 3, 1.0, {0, 2}),  # banned tokens never come back
     ([0.0, -math.inf, -math.inf], 0.0, 2, 0.999, {0}),
-    ([0.0, math.log(0.5), math.log(0.49)], 0.5, 0, 1.0, {0, 1}),
+    ([0.0, math.log(0.51), math.log(0.49)], 0.5, 0, 1.0, {0, 1}),
     ([2.0, 2.0, 1.0], 1.0, 0, 1.0, {0, 1}),
     ([3.0, 2.0, 1.0, 0.0], 0.0, 2, 0.8, {0, 1}),  # top-p counts after top-k: 0.73 of the two that are left
 ]
@@ -45,7 +51,8 @@ TABLE = [
 
 @pytest.mark.parametrize(("values", "min_p", "top_k", "top_p", "expected"), TABLE)
 def test_table(values, min_p, top_k, top_p, expected):
-    assert set(np.flatnonzero(surviving(np.array([values]), min_p, top_k, top_p)[0])) == expected
+    assert kept([values], min_p, top_k, top_p) == [expected]
+    assert kept(np.array([values], np.float32) * 2.0, min_p, top_k, top_p, temperature=2.0) == [expected]
 
 
 VALUES = st.lists(st.sampled_from([-math.inf, *(x / 4 for x in range(-20, 21))]), min_size=1, max_size=40)
@@ -55,23 +62,30 @@ VALUES = st.lists(st.sampled_from([-math.inf, *(x / 4 for x in range(-20, 21))])
 @given(VALUES, st.sampled_from([0.0, 0.013, 0.37]), st.integers(-1, 45), st.sampled_from([1.0, 0.93, 0.61, 0.07]))
 def test_equals_reference(values, min_p, top_k, top_p):
     values[0] = max(values[0], 0.0)
-    assert set(np.flatnonzero(surviving(np.array([values]), min_p, top_k, top_p)[0])) == reference(
-        values, min_p, top_k, top_p
-    )
+    assert kept([values], min_p, top_k, top_p) == [reference(values, min_p, top_k, top_p)]
 
 
-@pytest.mark.parametrize(("min_p", "top_k", "top_p"), [(0.0, 0, 0.9), (0.0, 50, 0.9), (0.01, 0, 0.99), (0.0, 7, 1.0)])
+OPTIONS = [
+    (0.0, 0, 0.9),
+    (0.0, 50, 0.9),
+    (0.01, 0, 0.99),
+    (0.02, 40, 1.0),
+    (0.0, 7, 1.0),
+    (0.0, 0, 0.999),
+]
+
+
+@pytest.mark.parametrize(("min_p", "top_k", "top_p"), OPTIONS)
 def test_rows_do_not_depend_on_their_company(min_p, top_k, top_p):
     random = np.random.default_rng(0)
-    rows = random.normal(size=(19, 4099)) * random.choice([0.01, 1.0, 5.0], size=(19, 1))  # flat rows need a full sort
-    together = surviving(rows, min_p, top_k, top_p)
-    for row, mask in zip(rows, together, strict=True):
-        assert (surviving(row[None], min_p, top_k, top_p)[0] == mask).all()
+    rows = random.normal(size=(19, 4099)) * random.choice([0.01, 1.0, 5.0], size=(19, 1))  # flat and peaked ones
+    together = kept(rows, min_p, top_k, top_p, temperature=0.7)
+    for row, found in zip(rows, together, strict=True):
+        assert kept(row[None], min_p, top_k, top_p, temperature=0.7) == [found]
+        assert found == reference((row / 0.7).tolist(), min_p, top_k, top_p)
 
 
-def test_a_nucleus_beyond_the_first_guess_is_found(monkeypatch):
-    values = np.random.default_rng(1).normal(size=(5, 300))
-    whole = surviving(values, 0.0, 0, 0.9)
-    monkeypatch.setattr(filters, "_NUM_TOP_P_CANDIDATES", 8)
-    assert (surviving(values, 0.0, 0, 0.9) == whole).all()
-    assert (whole.sum(axis=1) > 8).all()
+def test_without_filters_only_what_no_noise_could_lift_is_left_out():
+    values = np.array([[0.0, -40.0, -41.0, -np.inf]])
+    assert kept(values, 0.0, 0, 1.0) == [{0, 1}]
+    assert kept(values, 0.0, 0, 1.0, temperature=2.0) == [{0, 1, 2}]

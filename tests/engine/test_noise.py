@@ -4,13 +4,19 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from qwen35.engine.noise import gumbel, row_keys
+from qwen35.engine.noise import GUMBEL_MAX, GUMBEL_MIN, least_word, row_keys, words
+from qwen35.engine.noise import gumbel as gumbel_of_words
 
 # The first three outputs of SplitMix64 from state 0, as published with the algorithm.
 SPLITMIX64_OF_0 = [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
+def gumbel(keys, token_ids):
+    return gumbel_of_words(words(keys, token_ids))
+
+
 def test_words_are_splitmix64():
+    assert words(np.zeros(1, np.uint64), [0, 1, 2]).tolist() == [word >> 11 for word in SPLITMIX64_OF_0]
     uniform = np.array([(word >> 11) / 2.0**53 for word in SPLITMIX64_OF_0])
     assert gumbel(np.zeros(1, np.uint64), [0, 1, 2]).tolist() == (-np.log(-np.log(uniform))).tolist()
 
@@ -43,5 +49,14 @@ def test_bits_do_not_depend_on_company():
             assert gumbel(keys[row : row + 1], token_ids[start : start + 1])[0] == block[row, start]
 
 
-def test_extreme_words_stay_finite():
-    assert np.isfinite(gumbel(np.arange(1 << 16, dtype=np.uint64), 0)).all()
+def test_extremes():
+    assert gumbel_of_words(np.array([1, 2**53 - 1], np.uint64)).tolist() == [GUMBEL_MIN, GUMBEL_MAX]
+
+
+def test_least_word_is_never_too_high_and_hardly_too_low():
+    some = np.sort(words(row_keys(1, 0, 0), np.arange(100_000)))
+    noise = gumbel_of_words(some)
+    for bound in (-3.0, 0.0, 2.5, 8.0, 36.0, 50.0):
+        reaches = some >= least_word(np.array(bound))
+        assert reaches[noise >= bound].all()
+        assert reaches.sum() <= (noise >= bound - 1e-3).sum()

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from qwen35.engine.noise import gumbel, row_keys
+from qwen35.engine import sampler
+from qwen35.engine.noise import gumbel, row_keys, words
 from qwen35.engine.processors import Processors
 from qwen35.engine.request import SamplingParams
 from qwen35.engine.sampler import Row, choose
@@ -39,8 +40,19 @@ def test_rows_without_a_choice_are_named_and_spoil_no_other(values, temperature)
 def test_a_sampled_choice_is_argmax_of_scaled_logits_and_noise():
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1))
     for seed in range(20):
-        scores = logits[0].double().numpy() / 0.7 + gumbel(row_keys(seed, 0, 4), np.arange(50))
+        scores = logits[0].double().numpy() / 0.7 + gumbel(words(row_keys(seed, 0, 4), np.arange(50)))
         assert choose(logits, [row(seed, 4, temperature=0.7)]).token_ids.tolist() == [scores.argmax()]
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 10.0])
+def test_dropping_losers_early_changes_no_choice(monkeypatch, spread):
+    logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(6)) * spread
+    rows = [row(seed, temperature=1.0) for seed in range(64)]
+    early = choose(logits, rows).token_ids.tolist()
+    monkeypatch.setattr(sampler, "_MANY_CANDIDATES", 10**9)
+    assert choose(logits, rows).token_ids.tolist() == early
+    monkeypatch.setattr(sampler, "_MANY_CANDIDATES", 0)
+    assert choose(logits, rows).token_ids.tolist() == early
 
 
 def test_processed_together_or_alone_is_the_same_and_logits_are_left_alone():

@@ -16,13 +16,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from qwen35.engine.filters import surviving
-from qwen35.engine.noise import gumbel, row_keys
+from qwen35.engine.filters import Candidates, surviving
+from qwen35.engine.noise import gumbel, least_word, row_keys, words
 from qwen35.engine.processors import Processors
 from qwen35.engine.request import SamplingParams
 
 GREEDY_TEMPERATURE = 1e-5  # below it: plain argmax
 _MAX_BLOCK_ELEMENTS = 1 << 23  # logits processed at a time, 64 MiB in float64
+_MANY_CANDIDATES = 4096  # a row: from here on it pays to drop losers before two logarithms a token
+_NEAR_NATS = 8.0  # of the others about one in e^8 has enough noise to be looked at
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
     for index, row in enumerate(rows):
         options = row.sampling
         filters = (options.temperature, options.min_p, options.top_k, options.top_p)
-        key = (True, row.processors is None) if row.is_greedy else filters
+        key = (row.processors is None, *(() if row.is_greedy else filters))
         groups.setdefault(key, []).append(index)
     return list(groups.values())
 
@@ -78,23 +80,54 @@ def _choose_alike(logits: Tensor, rows: Sequence[Row]) -> tuple[NDArray[np.int64
     if rows[0].is_greedy and rows[0].processors is None:
         peak, token_ids = logits.max(dim=1)  # the first, hence lowest, of equal ones; NaN wins
         return token_ids.cpu().numpy(), torch.isfinite(peak).cpu().numpy()
+    values = _processed(logits, rows)
+    is_valid = np.isfinite(values.max(axis=1))
+    token_ids = np.zeros(len(rows), dtype=np.int64)
+    if is_valid.any():
+        valid_rows = [row for row, valid in zip(rows, is_valid, strict=True) if valid]
+        valid_values = values if is_valid.all() else values[is_valid]
+        is_greedy = rows[0].is_greedy
+        token_ids[is_valid] = valid_values.argmax(axis=1) if is_greedy else _sample(valid_values, valid_rows)
+    return token_ids, is_valid
+
+
+def _processed(logits: Tensor, rows: Sequence[Row]) -> NDArray[np.float32 | np.float64]:
+    """[R, V] on the CPU: the logits as they are, or a float64 copy after the processors of rows that all have them."""
+    if rows[0].processors is None:
+        return logits.cpu().numpy()
     values = logits.to("cpu", torch.float64, copy=True).numpy()
     for row, value in zip(rows, values, strict=True):
-        if row.processors is not None:
-            row.processors.apply(value, row.drafts)
-    is_valid = np.isfinite(values.max(axis=1))
-    values[~is_valid] = 0.0
-    return (values.argmax(axis=1) if rows[0].is_greedy else _sample(values, rows)), is_valid
+        row.processors.apply(value, row.drafts)
+    return values
 
 
-def _sample(values: NDArray[np.float64], rows: Sequence[Row]) -> NDArray[np.int64]:
+def _sample(values: NDArray[np.float32 | np.float64], rows: Sequence[Row]) -> NDArray[np.int64]:
     """Gumbel-max over what the filters leave. ``values``: [R, V], processed, a finite maximum in each row."""
     options = rows[0].sampling
-    values /= options.temperature
-    row_of, token_ids = np.nonzero(surviving(values, options.min_p, options.top_k, options.top_p))  # [N], row by row
+    candidates = surviving(values, options.temperature, options.min_p, options.top_k, options.top_p)
     keys = row_keys([r.seed for r in rows], [r.sample_index for r in rows], [r.token_index for r in rows])
-    scores = values[row_of, token_ids] + gumbel(keys[row_of], token_ids)
-    starts = np.searchsorted(row_of, np.arange(len(rows)))
-    best = np.maximum.reduceat(scores, starts)  # [R]
-    winners = np.flatnonzero(scores == best[row_of])  # ascending: the first of a row has its lowest token id
-    return token_ids[winners[np.searchsorted(row_of[winners], np.arange(len(rows)))]]
+    random_words = words(keys[candidates.row_of], candidates.token_ids)  # [N]
+    if len(random_words) > _MANY_CANDIDATES * len(rows):
+        candidates, random_words = _that_can_win(candidates, random_words, len(rows))
+    scores = candidates.scaled + gumbel(random_words)
+    best = _row_maxima(scores, candidates.row_of, len(rows))
+    winners = np.flatnonzero(scores == best[candidates.row_of])  # ascending: the first of a row has its lowest token id
+    return candidates.token_ids[winners[np.searchsorted(candidates.row_of[winners], np.arange(len(rows)))]]
+
+
+def _that_can_win(
+    candidates: Candidates, random_words: NDArray[np.uint64], num_rows: int
+) -> tuple[Candidates, NDArray[np.uint64]]:
+    """Leaves out most of the losers: a token far below the peak needs more noise than the best of those near the peak
+    has left to beat, which its word shows without a logarithm. What can win always stays."""
+    row_of, scaled = candidates.row_of, candidates.scaled
+    peak = _row_maxima(scaled, row_of, num_rows)  # [R]
+    is_near = scaled >= (peak - _NEAR_NATS)[row_of]
+    best = _row_maxima(scaled[is_near] + gumbel(random_words[is_near]), row_of[is_near], num_rows)  # [R]
+    stays = is_near | (random_words >= least_word(best - peak + _NEAR_NATS)[row_of])
+    return Candidates(row_of[stays], candidates.token_ids[stays], scaled[stays]), random_words[stays]
+
+
+def _row_maxima(values: NDArray[np.float64], row_of: NDArray[np.int64], num_rows: int) -> NDArray[np.float64]:
+    """[R] the largest of each row's values [N]; every row has one."""
+    return np.maximum.reduceat(values, np.searchsorted(row_of, np.arange(num_rows)))
