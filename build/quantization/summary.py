@@ -12,7 +12,7 @@ from build.quantization.verify import Arrival
 
 # First match wins. (what the name contains, group, why it is kept when it is)
 _GROUPS = (
-    ("mtp.", "MTP draft", "kept in the source's type: the acceptance rate depends on it"),
+    ("mtp.", "MTP draft", "in the source's type: the acceptance rate depends on it"),
     ("visual.", "vision tower", "runs once for an image; every answer depends on its embeddings"),
     (".mlp.experts.", "routed experts", ""),
     (".shared_expert_gate.", "routers and gates", "a few rows that decide for whole layers"),
