@@ -21,7 +21,7 @@ class Settings:
     num_threads: int = 1  # of each process that computes; matrix products have the same bits for one number only
     activations: str = "dense"  # inputs of NVFP4 linears: dense (W4A16), nvfp4 (W4A4 with the static input scale)
     num_draft_tokens: int = 3  # 0: no draft is loaded
-    kv_cache_dtype: str = "auto"  # auto (FP8 when the checkpoint announces it, else the model's dtype), bfloat16, fp8, float32
+    kv_cache_dtype: str = "auto"  # auto (fp8 when the checkpoint announces it, else dtype), bfloat16, fp8, float32, float64
     block_tokens: int = 16
     kv_cache_bytes: int = 256 << 20  # bytes of all KV blocks
     num_slots: int = 16  # sequences that run at the same time
@@ -49,7 +49,7 @@ class Settings:
 
     @classmethod
     def resolve(cls, parameters: Mapping[str, str], environment: Mapping[str, str] | None = None) -> Settings:
-        """``parameters``: name -> text, as in config.pbtxt. An unknown name or a value that does not convert is refused."""
+        """``parameters``: name -> text, as in config.pbtxt. Refuses unknown names and values that don't convert."""
         environment = os.environ if environment is None else environment
         known = {field.name: field for field in fields(cls)}
         unknown = sorted(set(parameters) - set(known))
