@@ -21,7 +21,7 @@ class Settings:
     num_threads: int = 1  # of each process that computes; matrix products have the same bits for one number only
     activations: str = "dense"  # inputs of NVFP4 linears: dense (W4A16), nvfp4 (W4A4 with the static input scale)
     num_draft_tokens: int = 3  # 0: no draft is loaded
-    kv_cache_dtype: str = "auto"  # auto (fp8 when the checkpoint announces it, else dtype), bfloat16, fp8, float32, float64
+    kv_cache_dtype: str = "auto"  # auto: fp8 when the checkpoint announces it, else dtype's
     block_tokens: int = 16
     kv_cache_bytes: int = 256 << 20  # bytes of all KV blocks
     num_slots: int = 16  # sequences that run at the same time
