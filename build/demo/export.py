@@ -1,4 +1,4 @@
-"""Write the checkpoint directory from the training stages' state files: `python -m build.demo.export [--output DIR]`."""
+"""Write the checkpoint from the training stages' state files: `python -m build.demo.export [--output DIR]`."""
 
 import argparse
 from pathlib import Path

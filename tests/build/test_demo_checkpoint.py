@@ -9,6 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from build.demo import config, data, export, fake_quant, heldout, images, tasks
+from build.demo.crosscheck import transformers_inputs
 from build.demo.evaluate import prompt_of
 from build.demo.model import DemoModel, Layout
 from build.demo.tokenizer import load_tokenizer
@@ -74,17 +75,9 @@ def test_transformers_loads_it_whole_and_agrees(stream):
         for sequence in (picture, stream.text(random.Random(1), 129)):
             batch = data.collate([[sequence]])
             hidden, _, _ = ours.hidden(batch, Layout.of(batch.positions, batch.segments))
-            inputs = _transformers_inputs(sequence)
+            inputs = transformers_inputs(sequence)
             expected = hf(input_ids=batch.tokens, **inputs).logits
             torch.testing.assert_close(ours.lm_head(hidden), expected, atol=1e-3, rtol=1e-3)
-
-
-def _transformers_inputs(sequence: data.Sequence3) -> dict:
-    if not sequence.specs:
-        return {}
-    patches, grids = zip(*(images.to_patches(images.render(spec)) for spec in sequence.specs), strict=True)
-    kinds = torch.tensor([[int(token == data.IMAGE_ID) for token in sequence.tokens]], dtype=torch.int)
-    return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids), "mm_token_type_ids": kinds}
 
 
 def test_packed_sequences_do_not_see_each_other(stream):
