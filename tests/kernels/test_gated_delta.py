@@ -147,13 +147,16 @@ def test_sequences_do_not_see_each_other():
     assert all(torch.equal(a.nan_to_num(7), b.nan_to_num(7)) for a, b in zip(untouched, after, strict=True))
 
 
-def test_beta_is_used_as_it_is_stored():
-    """With pending tensors narrower than float32 the first use is rounded too."""
+@pytest.mark.parametrize("narrow", [("pending_beta",), ("conv", "pending_inputs")])
+def test_values_are_used_as_they_are_stored(narrow):
+    """Where the state is narrower than what comes in, the first use is rounded too."""
     tokens = make_tokens(10)
-    view, expected = (
-        replace(make_view(torch.float32), pending_beta=torch.zeros(3, MAX_PENDING, HEADS).bfloat16()) for _ in "ab"
-    )
-    whole = run(expected, tokens, 0, 10)
+
+    def narrow_view():
+        view = make_view(torch.float32)
+        return replace(view, **{name: getattr(view, name).bfloat16() for name in narrow})
+
+    whole, view = run(narrow_view(), tokens, 0, 10), narrow_view()
     run(view, tokens, 0, 4)
     outs = [run(view, tokens, 4, 7, defer=True), run(view, tokens, 7, 10, num_pending=3)]
     assert torch.equal(torch.cat(outs), whole[4:])

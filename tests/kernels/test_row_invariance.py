@@ -21,6 +21,15 @@ def beside_company(apply, row):
         yield apply(company)[place]
 
 
+def first(x):
+    """Contiguous, as activations are: then vectors run across rows, and their ends fall anywhere in a row."""
+    return x[:, 0].contiguous()
+
+
+def second(x):
+    return x[:, 1].contiguous()
+
+
 def assert_invariant(apply, row):
     alone, *others = beside_company(apply, row)
     assert torch.isfinite(alone).all()
@@ -73,11 +82,11 @@ def test_functions_of_rows(width, dtype):
     torch.manual_seed(width)
     row, scale = torch.randn(2, width).mul(5).to(dtype), torch.rand(width)
     row_of_heads = torch.randn(3, width).to(dtype)
-    assert_invariant(lambda x: OPS.rms_norm(x[:, 0], scale, 1e-6), row)
-    assert_invariant(lambda x: OPS.gated_rms_norm(x[:, 0].float(), x[:, 1], scale, 1e-6), row)
-    assert_invariant(lambda x: OPS.silu_mul(x[:, 0], x[:, 1]), row)
-    assert_invariant(lambda x: OPS.sigmoid_mul(x[:, 0, :1], x[:, 1]), row)
-    assert_invariant(lambda x: torch.stack(OPS.delta_gates(x[:, 0], x[:, 1], -scale, scale), 1), row)
+    assert_invariant(lambda x: OPS.rms_norm(first(x), scale, 1e-6), row)
+    assert_invariant(lambda x: OPS.gated_rms_norm(first(x).float(), second(x), scale, 1e-6), row)
+    assert_invariant(lambda x: OPS.silu_mul(first(x), second(x)), row)
+    assert_invariant(lambda x: OPS.sigmoid_mul(first(x)[:, :1], second(x)), row)
+    assert_invariant(lambda x: torch.stack(OPS.delta_gates(first(x), second(x), -scale, scale), 1), row)
     angles = torch.rand(width // 4) * 6
 
     def rotate(x):
@@ -85,6 +94,32 @@ def test_functions_of_rows(width, dtype):
         return OPS.rotate(x, *tables)
 
     assert_invariant(rotate, row_of_heads)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_many_rows_split_among_threads(num_threads):
+    """Enough elements that torch cuts them up: neither the cuts nor the ends of the vectors show."""
+    torch.manual_seed(0)
+    rows, width, before = torch.randn(701, 2, 132), 132, torch.get_num_threads()
+    scale, weight = torch.rand(width), torch.randn(40, width)
+    functions = (
+        lambda x: OPS.rms_norm(first(x), scale, 1e-6),
+        lambda x: OPS.gated_rms_norm(first(x), second(x), scale, 1e-6),
+        lambda x: OPS.silu_mul(first(x), second(x)),
+        lambda x: OPS.sigmoid_mul(first(x), second(x)),
+        lambda x: torch.cat(OPS.delta_gates(first(x), second(x), -scale, scale), 1),
+        lambda x: OPS.linear(first(x), weight),
+        lambda x: torch.cat(OPS.route(first(x), weight, 6), 1),
+    )
+    torch.set_num_threads(num_threads)
+    try:
+        for function in functions:
+            whole = function(rows)
+            assert [
+                place for place in range(0, 701, 10) if not torch.equal(function(rows[[place]])[0], whole[place])
+            ] == []
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_rotary_tables():

@@ -56,7 +56,8 @@ def _attend(query: Tensor, view: KVView, sequence: SequencePlan, scale: float) -
     for start in range(first, sequence.kv_stop, PARTITION_TOKENS):
         keys, values = _partition(view, sequence, start, tiles.dtype)
         seeing = slice(max(0, (start - sequence.kv_start) // TILE_TOKENS), None)  # tiles before see none of it
-        hidden = _hidden(positions[seeing], start, sequence.first_kv)
+        see_all = sequence.first_kv <= start and start + PARTITION_TOKENS <= sequence.kv_start + 1
+        hidden = None if see_all else _hidden(positions[seeing], start, sequence.first_kv)
         _merge(tiles[seeing], keys, values, hidden, highest[seeing], total[seeing], mixed[seeing])
     mixed /= total
     num_tiles, num_kv_heads, _, width = tiles.shape
@@ -86,9 +87,12 @@ def _partition(view: KVView, sequence: SequencePlan, start: int, dtype: torch.dt
         is_fp8 = cache.dtype == torch.float8_e4m3fn
         rows = (cache.view(torch.uint8) if is_fp8 else cache).index_select(0, blocks).flatten(0, 1)[inside]
         rows = rows.view(cache.dtype)[low:]
-        full = rows.new_zeros(PARTITION_TOKENS, *rows.shape[1:], dtype=dtype)
-        full[low : low + len(rows)] = rows.to(dtype) * scale if is_fp8 else rows
-        return full.transpose(0, 1)  # [Hkv, L, D]
+        rows = rows.to(dtype).mul_(scale) if is_fp8 else rows.to(dtype)
+        if len(rows) < PARTITION_TOKENS:
+            full = rows.new_zeros(PARTITION_TOKENS, *rows.shape[1:])
+            full[low : low + len(rows)] = rows
+            rows = full
+        return rows.transpose(0, 1)  # [Hkv, L, D]
 
     return gather(view.keys, view.key_scale).mT, gather(view.values, view.value_scale)
 
@@ -103,14 +107,15 @@ def _hidden(positions: Tensor, start: int, first_kv: int) -> Tensor:
 
 
 def _merge(
-    tiles: Tensor, keys: Tensor, values: Tensor, hidden: Tensor, highest: Tensor, total: Tensor, mixed: Tensor
+    tiles: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None, highest: Tensor, total: Tensor, mixed: Tensor
 ) -> None:
     """One partition into the running maximum and sum [q, Hkv, M, 1] and the running mix [q, Hkv, M, D], in place."""
     num_tiles, num_kv_heads, num_rows, _ = tiles.shape
     scores = tiles.new_empty(num_tiles, num_kv_heads, num_rows, PARTITION_TOKENS)
     for tile, result in zip(tiles, scores, strict=True):
         torch.bmm(tile, keys, out=result)
-    scores.view(num_tiles, num_kv_heads, TILE_TOKENS, -1, PARTITION_TOKENS).masked_fill_(hidden, float("-inf"))
+    if hidden is not None:
+        scores.view(num_tiles, num_kv_heads, TILE_TOKENS, -1, PARTITION_TOKENS).masked_fill_(hidden, float("-inf"))
     new_highest = torch.maximum(highest, scores.amax(-1, keepdim=True))
     weights = scores.sub_(new_highest).exp_()
     fade = highest.sub(new_highest).exp_()
