@@ -2,7 +2,6 @@
 
 import base64
 import io
-import random
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from PIL import Image
 
 from qwen35 import LLM, SamplingParams
 from qwen35.errors import CheckpointError, InvalidArgument
+from tests.drafters import OracleDrafter
 from tests.tiny_checkpoint import make_tiny_checkpoint
 
 SMALL = {"max_context_tokens": 256, "kv_cache_bytes": 4 << 20, "num_slots": 4}
@@ -57,20 +57,6 @@ def plain(checkpoint):
 def outcome(completions) -> list[tuple]:
     """All but the counts of drafts: ids, text and, bit for bit, logprobs."""
     return [(c.token_ids, c.text, c.finish_reason, c.logprobs, c.cumulative_logprob) for c in completions]
-
-
-class OracleDrafter:
-    """Stands in for the draft: proposes what k = 0 is known to say, each token wrong with a probability."""
-
-    def __init__(self, known: dict[int, tuple[int, ...]], wrong: float, seed: int) -> None:
-        self.known, self.wrong, self.random = known, wrong, random.Random(seed)
-
-    def propose(self, pieces, hidden) -> None:
-        for sequence in (piece.sequence for piece in pieces):
-            if not (sequence.is_prefilling or sequence.is_finished):
-                first = sequence.num_generated_tokens
-                right = self.known[sequence.request.uid][first : first + sequence.num_wanted_drafts]
-                sequence.drafts = tuple(t ^ 1 if self.random.random() < self.wrong else t for t in right)
 
 
 @pytest.mark.parametrize(("num_draft_tokens", "sampling"), [(2, SAMPLED), (3, GREEDY)], ids=["sampled", "greedy"])

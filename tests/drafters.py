@@ -1,0 +1,27 @@
+"""Stand-ins for the draft over a real target."""
+
+import random
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from qwen35.engine.batch import Piece
+
+
+class OracleDrafter:
+    """Proposes what plain decoding is known to say, each token wrong with probability ``wrong``.
+
+    Replaces ``engine._drafter``: accepted runs of every length, without a draft that would have to be good."""
+
+    def __init__(self, known: Mapping[int, tuple[int, ...]], wrong: float, seed: int = 0) -> None:
+        """``known``: token ids by uid."""
+        self._known = known
+        self._wrong = wrong
+        self._random = random.Random(seed)
+
+    def propose(self, pieces: Iterable[Piece], hidden: Tensor) -> None:
+        for sequence in (piece.sequence for piece in pieces):
+            if not (sequence.is_prefilling or sequence.is_finished):
+                first = sequence.num_generated_tokens
+                right = self._known[sequence.request.uid][first : first + sequence.num_wanted_drafts]
+                sequence.drafts = tuple(t ^ 1 if self._random.random() < self._wrong else t for t in right)
