@@ -148,6 +148,15 @@ def test_eos_before_length():
     assert rig.token_ids()[3:] == (EOS,) and EOS not in rig.token_ids()[:3]
 
 
+def test_stop_strings_wait_for_min_tokens():
+    target = FakeTarget()
+    target.table[:] = 0.0
+    target.table[:, 3] = 1.0
+    rig = Rig(target=target, draft="right")
+    rig.run([request(max_tokens=9, min_tokens=3, stop=("d",))])
+    assert (rig.token_ids(), rig.text(), rig.final().finish_reason) == ((3,) * 4, "ddd", "stop")
+
+
 def test_usage_counts_accepted_drafts_that_were_delivered():
     target = FakeTarget()
     target.table[:] = 0.0
@@ -249,6 +258,13 @@ def test_abort_waiting_running_and_unknown():
     assert str(rig.final(1).error) == "UNAVAILABLE: lease expired" and rig.token_ids(1) == ()
     assert rig.final(2).finish_reason == "length"
     assert (rig.engine.metrics.num_failed_requests, rig.engine.metrics.num_finished_requests) == (2, 1)
+
+
+def test_an_abort_of_nobody_hits_nobody_later():
+    rig = Rig()
+    rig.engine.abort(5)
+    rig.run([request(uid=5)])
+    assert rig.final(5).error is None
 
 
 def test_deadlines_of_waiting_and_running():

@@ -108,6 +108,14 @@ def test_prompts_share_what_is_left():
     assert ran == [0, 1, 0, 1, 0]
 
 
+def test_a_new_prompt_does_not_overtake_one_that_is_under_way():
+    made = scheduler(max_batch_tokens=4)
+    made.add(sequence(0, num_prompt=12))
+    first = step(made)
+    made.add(sequence(1, num_prompt=12, arrival=1.0))
+    assert [uid for uid, *_ in first + step(made) + step(made) + step(made)] == [0, 0, 1, 0]
+
+
 def test_priority_first_then_arrival():
     made = scheduler(num_slots=1)
     for uid, (priority, arrival) in enumerate([(0, 1.0), (0, 0.5), (2, 3.0), (0, 0.5), (2, 2.0)]):
