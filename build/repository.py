@@ -20,7 +20,7 @@ DEMO_CHECKPOINT = ROOT / "build" / "demo" / "checkpoint"
 PLACED_CHECKPOINT = Path("llm", "1", "checkpoint")  # below the model repository, the setting `checkpoint`'s default
 SCHEMES = ("nvfp4", "w4a16_nvfp4", "experts_only")  # of build.quantize, which this module starts but does not import
 # Up to this size a checkpoint's bytes are hashed; beyond it names, sizes and times of its large files stand for them.
-# It is also quantised by one thread: its products are too small for two, and on a busy machine two take ten times as long.
+# One thread quantises it: its products are too small for two, which take ten times as long on a busy machine.
 _SMALL_CHECKPOINT_BYTES = 256 << 20
 _SMALL_FILE_BYTES = 1 << 20
 
