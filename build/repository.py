@@ -95,10 +95,6 @@ def _is_small(checkpoint: Path) -> bool:
     return sum(sizes) <= _SMALL_CHECKPOINT_BYTES
 
 
-def _size_bytes(checkpoint: Path) -> int:
-    return sum(path.stat().st_size for path in checkpoint.iterdir() if path.is_file())
-
-
 def _quantiser_sources() -> Iterable[Path]:
     yield ROOT / "build" / "quantize.py"
     yield from sorted((ROOT / "build" / "quantization").glob("*.py"))
