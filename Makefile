@@ -37,6 +37,7 @@ test-server: venv
 
 lint: venv
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 venv:
 	@build/venv.sh $(if $(PYTHON),'$(PYTHON)')
