@@ -21,12 +21,13 @@ def test_every_request_equals_its_solo_run(schedule_seed):
 
 
 def test_schedules_reach_what_they_are_for():
-    """Else they would show nothing: accepted and rejected drafts, chunks, company, cancelled requests."""
+    """Else they would show nothing: accepted and rejected drafts, cancelled and preempted requests, images."""
     engines = [play(schedule(seed)) for seed in range(NUM_LOOKED_AT)]
     drafted = sum(engine.metrics.num_draft_tokens for engine in engines)
     accepted = sum(engine.metrics.num_accepted_draft_tokens for engine in engines)
     assert min(accepted, drafted - accepted) > 50
     assert sum(engine.metrics.num_failed_requests for engine in engines) > 1
+    assert sum(engine.metrics.num_preemptions for engine in engines) > 3
     images = [visit for seed in range(NUM_LOOKED_AT) for visit in schedule(seed).visits if visit.index % 4 == 3]
     assert len(images) > 5
 
@@ -95,7 +96,18 @@ def drafts_at_the_wrong_position(monkeypatch):
     monkeypatch.setattr(Piece, "rotary_positions", shift)
 
 
-FAULTS = [replay_off_by_one, stale_conv_window, own_chunk_unrounded, slot_reused_without_reset,
+def preempted_state_kept(monkeypatch):
+    """A preempted sequence does not run all of its tokens again."""
+    rewind = Sequence.rewind
+
+    def faulty(self):
+        rewind(self)
+        self.num_computed_tokens = max(0, self.num_generated_tokens - 1)
+
+    monkeypatch.setattr(Sequence, "rewind", faulty)
+
+
+FAULTS = [preempted_state_kept, replay_off_by_one, stale_conv_window, own_chunk_unrounded, slot_reused_without_reset,
           penalties_blind_to_drafts, drafts_at_the_wrong_position]  # fmt: skip
 
 
