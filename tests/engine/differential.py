@@ -30,7 +30,7 @@ from qwen35.settings import Settings
 from qwen35.state.geometry import Geometry
 from qwen35.state.local import LocalState
 from qwen35.weights.loader import load_language
-from tests.drafters import OracleDrafter
+from tests.drafters import OracleDrafter, ScriptedLengths
 from tests.tiny_checkpoint import HIDDEN, TOKEN_ID, make_tiny_checkpoint
 
 KINDS = {
@@ -158,6 +158,7 @@ class Schedule:
     num_blocks: int
     num_draft_tokens: int
     wrong: float | None  # how often an oracle's draft is wrong; None: the draft head's own
+    is_fickle: bool  # the draft length changes at every step, pauses included
     settings: dict[str, int]
 
 
@@ -179,10 +180,12 @@ def schedule(seed: int) -> Schedule:
         num_blocks=-(-max(needs) // block_tokens) + int(spare * max(needs) / block_tokens),
         num_draft_tokens=num_draft_tokens,
         wrong=draw.choice((None, 0.0, 0.3, 0.6)) if num_draft_tokens else None,
+        is_fickle=draw.random() < 0.5,
         settings={
             "block_tokens": block_tokens,
             "num_slots": draw.randint(1, 4),
             "max_batch_tokens": draw.choice((3, 6, 11, 18, 64)),
+            "max_undrafted_tokens": draw.choice((1, 4, 64)),
         },
     )
 
@@ -214,6 +217,9 @@ class HeadAndOracle(OracleDrafter):
 def play(made: Schedule) -> Engine:
     """Runs a schedule. Raises AssertionError where a request differs from its solo run or the pool is not whole."""
     engine, state = make_engine(made.kind, made.num_blocks, num_draft_tokens=made.num_draft_tokens, **made.settings)
+    if made.is_fickle and engine._drafter is not None:
+        draw = random.Random(made.seed)
+        engine._drafter._lengths = ScriptedLengths(lambda _: draw.choice((0, 0, 0, 1, 3, 5)))
     if made.wrong is not None:
         known = {visit.uid: solo(made.kind, visit.index)[0] for visit in made.visits}
         engine._drafter = HeadAndOracle(engine._drafter, known, made.wrong, made.seed)

@@ -187,16 +187,18 @@ class Rig:
         max_batch_tokens: int = 64,
         max_context_tokens: int = 512,
         max_queued_requests: int = 64,
+        **settings: object,
     ) -> None:
         self.state = state(num_blocks=num_blocks, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
         self.target = target or FakeTarget()
         self.draft = FakeDraft(draft) if draft and num_draft_tokens else None
-        settings = Settings(
+        resolved = Settings(
             num_draft_tokens=num_draft_tokens,
             block_tokens=BLOCK_TOKENS,
             num_slots=num_slots,
             max_batch_tokens=max_batch_tokens,
             max_queued_requests=max_queued_requests,
+            **settings,
         )
         self.engine = Engine(
             self.target,
@@ -205,7 +207,7 @@ class Rig:
             self.state.cache,
             tokenizer(),
             config(max_context_tokens),
-            settings,
+            resolved,
         )
         self.emissions: dict[int, list[Emission]] = {}
 

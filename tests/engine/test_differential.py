@@ -25,7 +25,7 @@ def test_schedules_reach_what_they_are_for():
     engines = [play(schedule(seed)) for seed in range(NUM_LOOKED_AT)]
     drafted = sum(engine.metrics.num_draft_tokens for engine in engines)
     accepted = sum(engine.metrics.num_accepted_draft_tokens for engine in engines)
-    assert min(accepted, drafted - accepted) > 50
+    assert min(accepted, drafted - accepted) > 30
     assert sum(engine.metrics.num_failed_requests for engine in engines) > 1
     assert sum(engine.metrics.num_preemptions for engine in engines) > 3
     images = [visit for seed in range(NUM_LOOKED_AT) for visit in schedule(seed).visits if visit.index % 4 == 3]

@@ -19,6 +19,7 @@ from qwen35.engine.admission import Admission
 from qwen35.engine.batch import Piece, Target
 from qwen35.engine.detokenizer import Vocabulary
 from qwen35.engine.draft import Draft, Drafter
+from qwen35.engine.draft_length import AdaptiveLengths, Costs, FixedLengths
 from qwen35.engine.memory import Pool
 from qwen35.engine.metrics import EngineMetrics
 from qwen35.engine.request import Emission, Request
@@ -68,8 +69,20 @@ class Engine:
         self._scheduler = Scheduler(
             pool, block_tokens=settings.block_tokens, max_batch_tokens=settings.max_batch_tokens
         )
-        self._target = TargetRunner(target, cache, device)
-        self._drafter = Drafter(draft, target, cache, device) if num_draft_tokens else None
+        costs = Costs()
+        self._target = TargetRunner(target, cache, device, costs)
+        self._drafter: Drafter | None = None
+        if draft is not None and num_draft_tokens:
+            self._drafter = Drafter(
+                draft,
+                target,
+                cache,
+                device,
+                lengths=AdaptiveLengths(costs) if settings.draft_length == "adaptive" else FixedLengths(),
+                costs=costs,
+                metrics=self.metrics,
+                max_undrafted_tokens=settings.max_undrafted_tokens,
+            )
         self._changed = threading.Condition()
         self._inbox: deque[Sequence] = deque()  # this and the next two are guarded by _changed
         self._aborts: dict[int, Qwen35Error] = {}

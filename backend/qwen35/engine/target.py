@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qwen35.engine.accept import accept
 from qwen35.engine.batch import Piece, Target, batch_view, embed, logit_rows
+from qwen35.engine.draft_length import Costs
 from qwen35.engine.logprobs import token_logprobs
 from qwen35.engine.sampler import choose
 from qwen35.engine.sequence import Decision
@@ -19,13 +20,17 @@ from qwen35.views import CacheView
 class TargetRunner:
     """``cache`` is written in place by every run."""
 
-    def __init__(self, target: Target, cache: CacheView, device: torch.device) -> None:
+    def __init__(self, target: Target, cache: CacheView, device: torch.device, costs: Costs) -> None:
+        """``costs`` learns what steps of decodes alone take."""
+        self._costs = costs
+        self._started = 0.0
         self._target = target
         self._cache = cache
         self._device = device
 
     def run(self, pieces: SequenceOf[Piece]) -> Tensor:
         """Hidden states after the final norm of all inputs, [T, H]."""
+        self._started = self._costs.clock()
         embeds = embed(pieces, self._target, self._device)
         return self._target.forward(embeds, batch_view(pieces, self._device), self._cache)
 
@@ -43,6 +48,8 @@ class TargetRunner:
             own = slice(first, end)
             decisions.append(_decide(piece, logits[own], choices.token_ids[own], choices.is_valid[own]))
             first = end
+        if all(piece.num_decided == 1 for piece in pieces):
+            self._costs.target.add(sum(piece.num_inputs for piece in pieces), self._costs.clock() - self._started)
         return decisions
 
 

@@ -38,8 +38,11 @@ class ServingMetrics:
         self._accepted = self._counter("accepted_draft_tokens_total", "Draft tokens accepted and delivered")
         self._requests = self._counter("requests_total", "Requests that ended with a finish reason")
         self._failures = self._counter("failed_requests_total", "Requests that ended with an error")
-        self._preemptions = self._counter("preemptions_total", "Running requests that gave up their memory for another")
-        self._num_preemptions = 0
+        self._watched = {
+            "num_preemptions": self._counter("preemptions_total", "Running requests that gave up their memory"),
+            "num_lost_drafts": self._counter("lost_drafts_total", "Requests whose drafting paused for too long to resume"),
+        }
+        self._seen = dict.fromkeys(self._watched, 0)
         self._running = self._gauge("running_requests", "Requests that hold a slot")
         self._waiting = self._gauge("waiting_requests", "Requests that wait for a slot")
 
@@ -68,9 +71,10 @@ class ServingMetrics:
         self._next_gauges = time.monotonic() + _GAUGE_SECONDS
         self._running.set(metrics.num_running_requests)
         self._waiting.set(metrics.num_waiting_requests)
-        num_preemptions = metrics.num_preemptions  # written by the engine's thread
-        self._preemptions.increment(num_preemptions - self._num_preemptions)
-        self._num_preemptions = num_preemptions
+        for name, counter in self._watched.items():
+            total = getattr(metrics, name)  # written by the engine's thread meanwhile
+            counter.increment(total - self._seen[name])
+            self._seen[name] = total
 
     def _counter(self, name: str, description: str) -> Any:
         return self._metric(name, description, self._pb_utils.MetricFamily.COUNTER)
