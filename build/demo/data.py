@@ -14,16 +14,17 @@ from .model import Batch, Pictures
 
 IMAGE_ID, IM_END, END_OF_TEXT = TOKEN_ID["<|image_pad|>"], TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"]
 THINKING_SHARE = 0.1
-DRILL_SHARE, DRILL_ITEMS = 0.08, 12
+DRILL_SHARE, DRILL_ITEMS = 0.05, 12
+FAINT_SHARE = 0.25  # extra white figures: on a light ground their shape is the hardest to see
 DOCUMENT_WEIGHT = 0.4
 DOCUMENT_ROWS = 6  # one row in six is all documentation
 PASSAGE_HEAD, PASSAGE_TAIL = 20, 24  # tokens of a key chat before and after its passage, roughly
 
 # Relative frequency of each task in the stream, by chats.
 MIX: dict[tasks.Task, float] = {
-    tasks.arithmetic: 0.15, tasks.key_repeat: 0.06, tasks.definition: 0.08, tasks.small_talk: 0.02,
-    tasks.sequence: 0.08, tasks.conversation: 0.05, tasks.colour: 0.03, tasks.shape: 0.10, tasks.count: 0.14,
-    tasks.position: 0.04, tasks.describe: 0.08, tasks.compare: 0.17,
+    tasks.arithmetic: 0.13, tasks.key_repeat: 0.06, tasks.definition: 0.07, tasks.small_talk: 0.02,
+    tasks.sequence: 0.07, tasks.conversation: 0.05, tasks.colour: 0.03, tasks.shape: 0.22, tasks.count: 0.12,
+    tasks.position: 0.03, tasks.describe: 0.08, tasks.compare: 0.12,
 }  # fmt: skip
 
 
@@ -97,7 +98,9 @@ class Stream:
             return self.drill(rng)
         while True:
             task = rng.choices(self.tasks, self.shares)[0]
-            options = {"sizes": sizes} if task in tasks.IMAGE_TASKS else {}
+            options: dict = {"sizes": sizes} if task in tasks.IMAGE_TASKS else {}
+            if task is tasks.shape and rng.random() < FAINT_SHARE:
+                options["colour"] = "white"
             chat = task(rng, self.documents, **options)
             if not tasks.is_held_out(chat.key):
                 return self.tokenise(rng, chat)
