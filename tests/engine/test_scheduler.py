@@ -6,7 +6,9 @@ from qwen35.engine.detokenizer import TextStream, Vocabulary
 from qwen35.engine.scheduler import Scheduler
 from qwen35.engine.sequence import Decision, Sequence
 from qwen35.errors import Unavailable
+from qwen35.state.pool import BlockPool
 from tests.engine.fakes import BLOCK_TOKENS, request, state, tokenizer
+from tests.state.test_pool import FakeSource
 
 VOCABULARY = Vocabulary(tokenizer())
 
@@ -215,6 +217,16 @@ def test_a_higher_priority_displaces_a_lower_one(num_slots, num_blocks):
     assert [s.request.uid for s in made.running] == [2] and [s.request.uid for s in made.waiting] == [0, 1]
 
 
+def test_nobody_is_displaced_when_a_slot_is_on_its_way(monkeypatch):
+    made = scheduler(num_slots=1)
+    made.add(sequence(0, num_prompt=15))
+    step(made)
+    made.add(sequence(1, num_prompt=15, priority=1))
+    monkeypatch.setattr(type(pool_of(made)), "may_get_slots", True)
+    step(made)
+    assert [s.request.uid for s in made.running] == [0]
+
+
 def test_nobody_is_displaced_in_vain():
     made = scheduler(num_blocks=10)
     made.add(sequence(0, num_prompt=19, priority=2))
@@ -232,12 +244,29 @@ def test_blocks_that_are_on_their_way_are_waited_for(monkeypatch):
     made.add(sequence(1, num_prompt=4, arrival=1.0))
     step(made)
     taken = pool_of(made).allocate_blocks(pool_of(made).num_free_blocks)
-    monkeypatch.setattr(type(pool_of(made)), "may_grow", True)
+    monkeypatch.setattr(type(pool_of(made)), "may_get_blocks", True)
     while not made.is_stalled:
         step(made)
     assert len(made.running) == 2 and made.num_preemptions == 0
     pool_of(made).free_blocks(taken)
     assert len(step(made)) == 2 and not made.is_stalled
+
+
+def test_a_pool_that_grows_is_used_up_before_anybody_is_preempted():
+    source = FakeSource(16, 4)
+    pool = BlockPool(source, num_total_blocks=32, num_total_slots=4, extent_blocks=4, extent_slots=4)
+    made = Scheduler(pool, block_tokens=BLOCK_TOKENS, max_batch_tokens=32)
+    for uid in range(2):
+        made.add(sequence(uid, num_prompt=4, max_total_tokens=60, num_draft_tokens=0))
+    most = 0
+    while made.num_preemptions == 0:
+        step(made)
+        most = max(most, pool.num_used_blocks)
+        pool.refill()
+    assert most == 16 and len(made.running) == 1
+    for left in list(made.running + made.waiting):
+        made.remove(left)
+    pool.close()
 
 
 def test_drafts_are_cut_to_the_room_there_is():

@@ -21,9 +21,12 @@ class Pool(Protocol):
     def num_free_slots(self) -> int: ...
 
     @property
-    def may_grow(self) -> bool:
+    def may_get_blocks(self) -> bool:
         """Whether free blocks may come without anybody here giving some back."""
         ...
+
+    @property
+    def may_get_slots(self) -> bool: ...
 
     def can_allocate(self, num_blocks: int, num_slots: int = 0) -> bool: ...
 
@@ -44,8 +47,8 @@ class Memory:
         self._block_tokens = block_tokens
 
     @property
-    def may_grow(self) -> bool:
-        return self._pool.may_grow
+    def may_get_blocks(self) -> bool:
+        return self._pool.may_get_blocks
 
     def start(self, sequence: Sequence, num_spare_blocks: int) -> bool:
         """A slot, and blocks for all that is decided and one token more; False, and nothing is taken, unless they are
@@ -88,12 +91,17 @@ class Memory:
             self._pool.free_slot(sequence.slot)
         sequence.block_ids, sequence.num_held_tokens, sequence.slot = (), 0, None
 
-    def would_fit(self, sequence: Sequence, num_spare_blocks: int, others: Iterable[Sequence]) -> bool:
-        """Whether ``start`` would succeed if ``others`` gave back what they hold."""
-        given = list(others)
-        num_free = self._pool.num_free_blocks + sum(len(other.block_ids) for other in given)
+    def needs_room_of(self, sequence: Sequence, num_spare_blocks: int, others: Iterable[Sequence]) -> bool:
+        """Whether ``start`` fails now, and would succeed if ``others`` gave back what they hold, but not by waiting for
+        memory that is on its way."""
+        pool, given = self._pool, list(others)
+        num_free_blocks, num_free_slots = pool.num_free_blocks, pool.num_free_slots
         num_blocks = self._num_blocks(sequence.num_needed_tokens) + num_spare_blocks
-        return num_free >= num_blocks and self._pool.num_free_slots + len(given) > 0
+        has_blocks, has_slot = num_free_blocks >= num_blocks, num_free_slots > 0
+        if (has_blocks or pool.may_get_blocks) and (has_slot or pool.may_get_slots):
+            return False
+        num_given_blocks = sum(len(other.block_ids) for other in given)
+        return num_free_blocks + num_given_blocks >= num_blocks and num_free_slots + len(given) > 0
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._block_tokens)

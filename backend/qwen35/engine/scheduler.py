@@ -82,7 +82,7 @@ class Scheduler:
         rank gives up its own."""
         for sequence in sorted(self.running, key=_rank):
             while sequence.slot is not None and not self._memory.extend(sequence, sequence.num_needed_tokens):
-                if self._memory.may_grow:
+                if self._memory.may_get_blocks:
                     break
                 self._preempt(max(self.running, key=_rank))
 
@@ -100,7 +100,7 @@ class Scheduler:
     def _make_way(self, sequence: Sequence) -> bool:
         """Preempts the last in rank for one of higher priority, provided that it can get all it needs that way."""
         lower = [s for s in self.running if s.request.priority < sequence.request.priority]
-        if not lower or not self._memory.would_fit(sequence, len(self.running) - len(lower), lower):
+        if not lower or not self._memory.needs_room_of(sequence, len(self.running) - len(lower), lower):
             return False
         self._preempt(max(lower, key=_rank))
         return True

@@ -126,11 +126,17 @@ class BlockPool:
             return len(self._slots.used)
 
     @property
-    def may_grow(self) -> bool:
+    def may_get_blocks(self) -> bool:
         """Whether free blocks may come without anybody here giving some back: not all there are have been acquired,
         and the source had some when it was asked last."""
         with self._mutex:
             return len(self._blocks.home) < self.num_total_blocks and "block" not in self._empty
+
+    @property
+    def may_get_slots(self) -> bool:
+        """The same of slots."""
+        with self._mutex:
+            return len(self._slots.home) < self.num_total_slots and "slot" not in self._empty
 
     def can_allocate(self, num_blocks: int, num_slots: int = 0) -> bool:
         """True when so many are free now; else the pool asks its source for them (in the background), for as long as
