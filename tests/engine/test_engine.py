@@ -344,6 +344,28 @@ def test_wait_returns_on_submit_and_when_there_is_something_to_run():
     timer.join()
 
 
+def test_wait_sleeps_while_all_blocks_are_on_their_way(monkeypatch):
+    rig = Rig(num_draft_tokens=0, num_blocks=8)
+    pool = rig.state.pool
+    rig.engine.submit(request(uid=0, max_tokens=20, ignore_eos=True))
+    rig.step()
+    taken = pool.allocate_blocks(pool.num_free_blocks)
+    monkeypatch.setattr(type(pool), "may_get_blocks", True)
+    while rig.step():
+        pass
+    started = time.monotonic()
+    rig.engine.wait(0.05)
+    assert time.monotonic() - started >= 0.04
+    pool.free_blocks(taken)
+    timer = threading.Timer(0.02, rig.engine.notify)  # as the pool does when it has grown
+    timer.start()
+    rig.engine.wait(10.0)
+    timer.join()
+    assert time.monotonic() - started < 5.0
+    rig.run()
+    assert rig.final(0).finish_reason == "length" and rig.engine.metrics.num_preemptions == 0
+
+
 def test_metrics_and_times():
     rig = Rig(draft="right")
     rig.run([request(range(7), uid=uid, max_tokens=9, ignore_eos=True) for uid in range(2)])
