@@ -172,11 +172,9 @@ def generate(server, model="qwen35", timeout=TIMEOUT, **body):
 
 
 def generate_stream(server, model="qwen35", timeout=TIMEOUT, **body):
-    """HTTP `generate_stream`: status and the parsed events (or the parsed error body)."""
+    """HTTP `generate_stream`: status and the parsed events; an error is one too, whatever the status."""
     with _post(server, f"/v2/models/{model}/generate_stream", body, timeout) as response:
         payload = response.read().decode()
-    if response.status != 200:
-        return response.status, [json.loads(payload)]
     return response.status, [json.loads(line[5:]) for line in payload.splitlines() if line.startswith("data:")]
 
 
