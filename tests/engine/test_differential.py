@@ -3,6 +3,7 @@
 `pytest tests/engine/test_differential.py --schedules 3000` plays more of them than the 100 of every run."""
 
 import dataclasses
+import random
 
 import pytest
 import torch
@@ -30,6 +31,20 @@ def test_schedules_reach_what_they_are_for():
     assert sum(engine.metrics.num_preemptions for engine in engines) > 3
     images = [visit for seed in range(NUM_LOOKED_AT) for visit in schedule(seed).visits if visit.index % 4 == 3]
     assert len(images) > 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm_of_cancels_leaves_the_survivor_alone(seed):
+    """Twenty requests come and are cancelled at once or a few steps later, in the slots and blocks of one that stays."""
+    made = schedule(seed)
+    draw = random.Random(seed)
+    stays = dataclasses.replace(made.visits[0], uid=0, arrives=0, cancelled=None)
+    storm = tuple(
+        dataclasses.replace(draw.choice(made.visits), uid=uid, arrives=uid % 7, cancelled=uid % 7 + draw.randint(0, 4))
+        for uid in range(1, 21)
+    )
+    engine = play(dataclasses.replace(made, visits=(stays, *storm)))
+    assert engine.metrics.num_failed_requests > 10 and engine.metrics.num_finished_requests > 0
 
 
 def replay_off_by_one(monkeypatch):
