@@ -35,7 +35,7 @@ def test_schedules_reach_what_they_are_for():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_storm_of_cancels_leaves_the_survivor_alone(seed):
-    """Twenty requests come and are cancelled at once or a few steps later, in the slots and blocks of one that stays."""
+    """Twenty requests come and are cancelled within a few steps, in the slots and blocks of one that stays."""
     made = schedule(seed)
     draw = random.Random(seed)
     stays = dataclasses.replace(made.visits[0], uid=0, arrives=0, cancelled=None)
