@@ -71,3 +71,13 @@ def test_gauges_show_what_the_engine_holds():
     observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"}, server)
     observer.watched(EngineMetrics(num_running_requests=3, num_waiting_requests=7))
     assert (FakeFamily.metrics["running_requests"].value, FakeFamily.metrics["waiting_requests"].value) == (3, 7)
+
+
+def test_totals_of_the_engine_are_counted_once():
+    FakeFamily.metrics = {}
+    observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"}, ServerProcess())
+    for num_preemptions in (0, 2, 2, 5):
+        observer._next_time = 0.0
+        observer.watched(EngineMetrics(num_preemptions=num_preemptions, num_lost_drafts=1))
+    assert FakeFamily.metrics["lost_drafts_total"].value == 1
+    assert FakeFamily.metrics["preemptions_total"].value == 5

@@ -27,6 +27,10 @@ _COUNTERS = {
     "requests_total": "Requests that ended with a finish reason",
     "failed_requests_total": "Requests that ended with an error",
 }
+_ENGINE_TOTALS = {  # the engine's name, ours
+    "num_preemptions": ("preemptions_total", "Running requests that gave up their memory for another"),
+    "num_lost_drafts": ("lost_drafts_total", "Requests whose drafting paused for too long to resume"),
+}
 _GAUGES = {
     "running_requests": "Requests that hold a slot",
     "waiting_requests": "Requests that wait for a slot",
@@ -52,6 +56,8 @@ class ServingMetrics:
         self._families: list[Any] = []  # a metric dies with its family
         kinds = pb_utils.MetricFamily
         self._counters = {name: self._metric(name, text, kinds.COUNTER) for name, text in _COUNTERS.items()}
+        self._totals = {name: self._metric(*metric, kinds.COUNTER) for name, metric in _ENGINE_TOTALS.items()}
+        self._told = dict.fromkeys(self._totals, 0)
         self._gauges = {name: self._metric(name, text, kinds.GAUGE) for name, text in _GAUGES.items()}
         self._histograms = {
             name: self._metric(name, text, kinds.HISTOGRAM, buckets) for name, (text, buckets) in _HISTOGRAMS.items()
@@ -97,6 +103,11 @@ class ServingMetrics:
         for name, count in counts.items():
             if count:
                 self._counters[name].increment(count)
+        for name, counter in self._totals.items():
+            total = getattr(metrics, name)  # the engine's thread may go on counting
+            if total != self._told[name]:
+                counter.increment(total - self._told[name])
+                self._told[name] = total
         for name, seconds in samples:
             self._histograms[name].observe(seconds)
         self._show("running_requests", metrics.num_running_requests)
