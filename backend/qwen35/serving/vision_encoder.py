@@ -34,6 +34,7 @@ class TritonPythonModel:
         self._encoder = RequestEncoder.load(settings, select_device(settings.device))
         self._text_worker = WorkerPool("text", 1, settings.max_queued_requests)
         self._image_workers = WorkerPool("image", settings.num_vision_workers, settings.max_queued_requests)
+        self._server.when_gone(self.finalize)
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
