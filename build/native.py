@@ -1,4 +1,4 @@
-"""Builds the native kernels: ``python -m build.native [--sanitize]``. Takes seconds; does nothing when they are there."""
+"""Builds the native kernels in seconds, or nothing when they are there: ``python -m build.native [--sanitize]``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Modules with a global `OPS` run once for each implementation; the native ones for each instruction set of this CPU."""
+"""Modules with a global `OPS` run once for each implementation: the reference, native code for each instruction set."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """Weights as the native library sees them: pointers into the checkpoint's own layout, no second copy.
 
-NVFP4 codes are read as they lie on disk (two neighbours a byte, scales beside), so nothing is laid out anew; what is kept
-for each weight object is one small record."""
+NVFP4 codes are read as they lie on disk (two neighbours a byte, scales beside): nothing is laid out anew, and what is
+kept for each weight object is one small record."""
 
 from __future__ import annotations
 
