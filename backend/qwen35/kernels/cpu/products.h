@@ -52,7 +52,7 @@ static void tile(const bf16* const* x, const bf16* w, int64_t ldw, int64_t width
 template <int M>
 static void strip(const bf16* const* x, const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, float* out,
                   int64_t stride) {
-  constexpr int N = M == 1 ? 2 * kTile : kTile;
+  constexpr int N = M <= kTile / 2 ? 2 * kTile : kTile;
   int64_t n = 0;
   for (; n + N <= num_rows; n += N) tile<M, N>(x, w + n * ldw, ldw, width, out + n, stride);
   for (; n < num_rows; ++n) tile<M, 1>(x, w + n * ldw, ldw, width, out + n, stride);
@@ -63,7 +63,10 @@ static void dense_block(const bf16* const* x, int64_t m_count, const bf16* w, in
                         int64_t num_rows, float* out, int64_t stride) {
   int64_t m = 0;
   for (; m + kTile <= m_count; m += kTile) strip<kTile>(x + m, w, ldw, width, num_rows, out + m * stride, stride);
-  for (; m < m_count; ++m) strip<1>(x + m, w, ldw, width, num_rows, out + m * stride, stride);
+  float* rest = out + m * stride;
+  if (m_count - m == 1) strip<1>(x + m, w, ldw, width, num_rows, rest, stride);
+  if (m_count - m == 2) strip<2>(x + m, w, ldw, width, num_rows, rest, stride);
+  if (m_count - m == 3) strip<3>(x + m, w, ldw, width, num_rows, rest, stride);
 }
 
 #if defined(__AVX512BF16__)

@@ -1,0 +1,1 @@
+"""Measurements of kernels, engine and server."""
