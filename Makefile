@@ -27,15 +27,17 @@ serve: venv native
 
 test: test-fast test-server
 
-# Two processes of one thread each beat one of two: most tests are too small for threads.
+# Two processes of one thread each beat one of two: the tests are too small for threads.
+test-fast test-server: export OMP_NUM_THREADS = 1
 test-fast: venv native
-	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not server" -n 2 $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not server" -n 2 $(PYTEST_ARGS)
 
 test-server: venv native
 	$(RUN) -m pytest -m server $(PYTEST_ARGS)
 
 lint: venv
 	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
 
 venv:
 	@build/venv.sh $(if $(PYTHON),'$(PYTHON)')

@@ -71,7 +71,8 @@ def run_demo(checkpoint: Path, server: Server) -> int:
     print(f"starting tritonserver on {checkpoint}", flush=True)
     begin = time.monotonic()
     with server:
-        print(f"answering after {time.monotonic() - begin:.1f} s: http {server.http_url}, grpc {server.grpc_url}")
+        print(f"answering after {time.monotonic() - begin:.1f} s")
+        print(f"tritonserver {server.pid}: http {server.http_url}, grpc {server.grpc_url}, log {server.log_path}")
         completions = run_chats(server)
         print_totals(completions)
         report = server.stop()

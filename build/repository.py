@@ -20,7 +20,8 @@ DEMO_CHECKPOINT = ROOT / "build" / "demo" / "checkpoint"
 PLACED_CHECKPOINT = Path("llm", "1", "checkpoint")  # below the model repository, the setting `checkpoint`'s default
 SCHEMES = ("nvfp4", "w4a16_nvfp4", "experts_only")  # of build.quantize, which this module starts but does not import
 # Up to this size a checkpoint's bytes are hashed; beyond it names, sizes and times of its large files stand for them.
-_HASHED_BYTES_LIMIT = 256 << 20
+# One thread quantises it: its products are too small for two, which take ten times as long on a busy machine.
+_SMALL_CHECKPOINT_BYTES = 256 << 20
 _SMALL_FILE_BYTES = 1 << 20
 
 
@@ -46,7 +47,7 @@ def is_quantised(checkpoint: Path) -> bool:
 def fingerprint(checkpoint: Path) -> str:
     """16 hex digits that change with the checkpoint's files, and with the code that quantises them."""
     files = sorted(path for path in checkpoint.iterdir() if path.is_file())
-    hash_everything = sum(path.stat().st_size for path in files) <= _HASHED_BYTES_LIMIT
+    hash_everything = _is_small(checkpoint)
     digest = hashlib.sha256()
     for path in files:
         status = path.stat()
@@ -89,6 +90,11 @@ def place(checkpoint: Path, model_repository: Path, *, copy: bool = False) -> Pa
     return target
 
 
+def _is_small(checkpoint: Path) -> bool:
+    sizes = (path.stat().st_size for path in checkpoint.iterdir() if path.is_file())
+    return sum(sizes) <= _SMALL_CHECKPOINT_BYTES
+
+
 def _quantiser_sources() -> Iterable[Path]:
     yield ROOT / "build" / "quantize.py"
     yield from sorted((ROOT / "build" / "quantization").glob("*.py"))
@@ -103,7 +109,10 @@ def _quantise(checkpoint: Path, target: Path, scheme: str) -> None:
     print(f"quantising {checkpoint} to {scheme}", flush=True)
     command = [sys.executable, "-m", "build.quantize", "--scheme", scheme]
     command += ["--checkpoint", str(checkpoint), "--output", str(target)]
-    code = subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, check=False).returncode
+    environment = dict(os.environ)
+    if _is_small(checkpoint):
+        environment["OMP_NUM_THREADS"] = "1"
+    code = subprocess.run(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, check=False).returncode
     if code != 0:
         raise RepositoryError(f"quantisation: expected exit code 0, got {code}; its messages are above")
 

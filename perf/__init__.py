@@ -1,1 +1,1 @@
-"""Measurements of kernels, engine and server."""
+"""Measurements that anyone can repeat: `python -m perf.NAME` from the repository's root."""

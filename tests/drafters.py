@@ -1,11 +1,12 @@
 """Stand-ins for the draft over a real target."""
 
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 
 from qwen35.engine.batch import Piece
+from qwen35.engine.sequence import Sequence
 
 
 class OracleDrafter:
@@ -25,3 +26,17 @@ class OracleDrafter:
                 first = sequence.num_generated_tokens
                 right = self._known[sequence.request.uid][first : first + sequence.num_wanted_drafts]
                 sequence.drafts = tuple(t ^ 1 if self._random.random() < self._wrong else t for t in right)
+
+
+class ScriptedLengths:
+    """Draft lengths by a function of the sequence. Replaces ``engine._drafter._lengths``."""
+
+    def __init__(self, length: Callable[[Sequence], int]) -> None:
+        self._length = length
+
+    def observe(self, sequence: Sequence, num_drafts: int, num_accepted: int) -> None:
+        assert 0 <= num_accepted <= num_drafts
+
+    def choose(self, sequences: Iterable[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.draft_length = min(sequence.max_draft_tokens, self._length(sequence))

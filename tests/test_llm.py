@@ -12,6 +12,7 @@ from qwen35 import LLM, SamplingParams
 from qwen35.errors import CheckpointError, InvalidArgument
 from tests.drafters import OracleDrafter
 from tests.tiny_checkpoint import make_tiny_checkpoint
+from tests.tiny_quantised import make_tiny_quantised_checkpoint
 
 SMALL = {"max_context_tokens": 256, "kv_cache_bytes": 4 << 20, "num_slots": 4}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=14, ignore_eos=True, logprobs=2)
@@ -109,6 +110,21 @@ def test_other_types_are_lossless_too(checkpoint, settings):
         if num_draft_tokens:
             llm.engine._drafter = OracleDrafter({i: c.token_ids for i, c in enumerate(runs[0])}, 0.3, seed=1)
         runs.append(llm.generate(PROMPTS, SAMPLED))
+    assert outcome(runs[0]) == outcome(runs[1])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "settings"),
+    [("NVFP4", {}), ("NVFP4", {"activations": "nvfp4", "kv_cache_dtype": "fp8"}), ("MIXED_PRECISION", {})],
+)
+def test_quantised_checkpoints_are_lossless_too(tmp_path, algorithm, settings):
+    directory = make_tiny_quantised_checkpoint(tmp_path / "checkpoint", algorithm=algorithm, kv_scales=True)
+    runs = []
+    for num_draft_tokens in (0, 3):
+        llm = LLM(directory, num_draft_tokens=num_draft_tokens, **SMALL, **settings)
+        if num_draft_tokens:
+            llm.engine._drafter = OracleDrafter({i: c.token_ids for i, c in enumerate(runs[0])}, 0.3, seed=1)
+        runs.append(llm.generate(PROMPTS, GREEDY))
     assert outcome(runs[0]) == outcome(runs[1])
 
 

@@ -1,5 +1,5 @@
-"""Drafting changes no token, no text and no bit of a logprob: the demo checkpoint on 32 held-out prompts, pictures among
-them, greedy and sampled, for several draft lengths, and with a draft that is always wrong."""
+"""Drafting changes no token, no text and no bit of a logprob: the demo checkpoint on 32 held-out prompts, pictures
+among them, greedy and sampled, for several draft lengths, and with a draft that is always wrong."""
 
 import pytest
 
@@ -12,8 +12,8 @@ from qwen35.llm import Completion
 from tests.drafters import OracleDrafter
 
 # Half of the sets' prompts hold pictures; those of key_repeat are more than 200 tokens long.
-NUM_PROMPTS = {"text": 4, "chat": 4, "arithmetic": 4, "key_repeat": 2, "colour": 4, "shape": 4, "count": 3, "position": 4,
-               "compare": 3}  # fmt: skip
+NUM_PROMPTS = {"text": 4, "chat": 4, "arithmetic": 4, "key_repeat": 2, "colour": 4, "shape": 4, "count": 3,
+               "position": 4, "compare": 3}  # fmt: skip
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=16, logprobs=0),
     "sampled": SamplingParams(temperature=0.8, seed=11, max_tokens=16, logprobs=0),

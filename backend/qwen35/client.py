@@ -165,26 +165,29 @@ class Client:
 
     def _grpc_responses(self, inputs: Mapping[str, Any], request_id: str) -> Iterator[Outputs]:
         deadline = time.monotonic() + self.timeout_seconds
-        answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        answers: queue.SimpleQueue[tuple[Any, InferenceServerException | None]] = queue.SimpleQueue()
         with contextlib.ExitStack() as stack:
             connection = stack.enter_context(triton_grpc.InferenceServerClient(self.url))
             connection.start_stream(lambda result, error: answers.put((result, error)), self.timeout_seconds)
-            stack.callback(connection.stop_stream, cancel_requests=True)
+            # Only what is unfinished is cancelled: a cancel that arrives while the server closes a finished request
+            # keeps its ensemble from ever unloading (Triton 2.51).
+            is_finished = False
+            stack.callback(lambda: connection.stop_stream(cancel_requests=not is_finished))
             tensors = [_tensor(name, value) for name, value in inputs.items()]
             # A stream that has broken already refuses the request; the reason comes through the callback.
             with contextlib.suppress(InferenceServerException):
                 connection.async_stream_infer(
                     self.model, tensors, request_id=request_id, enable_empty_final_response=True
                 )
-            is_final = False
-            while not is_final:
+            while not is_finished:
                 try:
                     result, error = answers.get(timeout=max(0.0, deadline - time.monotonic()))
                 except queue.Empty:
                     raise self._timeout() from None
                 if error is not None:
+                    is_finished = error.status() is None  # the request's own error, not the connection's
                     raise self._grpc_error(error)
-                is_final = result.get_response().parameters["triton_final_response"].bool_param
+                is_finished = result.get_response().parameters["triton_final_response"].bool_param
                 names = [output.name for output in result.get_response().outputs]
                 outputs = {name: _value(result.as_numpy(name)) for name in names}
                 if outputs:
@@ -213,14 +216,11 @@ class Client:
         finally:
             connection.close()
 
-    def _grpc_error(self, error: Exception) -> errors.Qwen35Error:
-        text = error.message() if isinstance(error, InferenceServerException) else str(error)
-        status = error.status() if isinstance(error, InferenceServerException) else None
-        if _CODE.search(text):
-            return server_error(text)
-        if status == "StatusCode.DEADLINE_EXCEEDED":
+    def _grpc_error(self, error: InferenceServerException) -> errors.Qwen35Error:
+        text = error.message()
+        if error.status() == "StatusCode.DEADLINE_EXCEEDED":
             return self._timeout()
-        if status == "StatusCode.UNAVAILABLE":
+        if error.status() == "StatusCode.UNAVAILABLE":
             return self._unreachable(text)
         return server_error(text)
 

@@ -21,6 +21,8 @@ class Settings:
     num_threads: int = 1  # of each process that computes; matrix products have the same bits for one number only
     activations: str = "dense"  # inputs of NVFP4 linears: dense (W4A16), nvfp4 (W4A4 with the static input scale)
     num_draft_tokens: int = 3  # 0: no draft is loaded
+    draft_length: str = "fixed"  # fixed: num_draft_tokens; adaptive: up to it, what pays as measured, 0 included
+    max_undrafted_tokens: int = 256  # of a sequence whose drafting pauses: hidden states kept for it to catch up
     kv_cache_dtype: str = "auto"  # auto: fp8 when the checkpoint announces it, else dtype's
     block_tokens: int = 16
     kv_cache_bytes: int = 256 << 20  # bytes of all KV blocks
@@ -67,11 +69,13 @@ _POSITIVE = (
     "max_queued_requests",
     "num_vision_workers",
     "num_threads",
+    "max_undrafted_tokens",
 )
 
 _CHOICES = {
     "dtype": ("auto", "bfloat16", "float32", "float64"),
     "kernels": ("auto", "cpu", "reference"),
+    "draft_length": ("fixed", "adaptive"),
     "activations": ("dense", "nvfp4"),
     "kv_cache_dtype": ("auto", "bfloat16", "fp8", "float32", "float64"),
 }

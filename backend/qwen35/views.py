@@ -2,8 +2,8 @@
 bytes, and for how long, is the business of ``state``; which sequences meet in a batch is the business of ``engine``.
 
 Letters: S sequences, T tokens of the batch (all sequences, one after the other), B blocks, P tokens a block, C slots,
-Hkv KV heads, D head dim, Hv GDN value heads, Dk/Dv GDN key/value dims, Cc conv channels (2*Hk*Dk + Hv*Dv), W conv width,
-R pending inputs a slot (largest draft length + 1)."""
+Hkv KV heads, D head dim, Hv GDN value heads, Dk/Dv GDN key/value dims, Cc conv channels (2*Hk*Dk + Hv*Dv), W conv
+width, R pending inputs a slot (largest draft length + 1)."""
 
 from __future__ import annotations
 

@@ -14,17 +14,17 @@ from .model import Batch, Pictures
 
 IMAGE_ID, IM_END, END_OF_TEXT = TOKEN_ID["<|image_pad|>"], TOKEN_ID["<|im_end|>"], TOKEN_ID["<|endoftext|>"]
 THINKING_SHARE = 0.1
-DRILL_SHARE, DRILL_SUMS, DRILL_TOKENS = 0.06, 12, 12
+DRILL_SHARE, DRILL_ITEMS = 0.05, 12
+FAINT_SHARE = 0.25  # extra white figures: on a light ground their shape is the hardest to see
 DOCUMENT_WEIGHT = 0.4
 DOCUMENT_ROWS = 6  # one row in six is all documentation
 PASSAGE_HEAD, PASSAGE_TAIL = 20, 24  # tokens of a key chat before and after its passage, roughly
 
 # Relative frequency of each task in the stream, by chats.
 MIX: dict[tasks.Task, float] = {
-    tasks.arithmetic: 0.27, tasks.key_repeat: 0.07, tasks.definition: 0.05, tasks.small_talk: 0.02,
-    tasks.sequence: 0.05, tasks.conversation: 0.05, tasks.colour: 0.03,
-    tasks.shape: 0.08, tasks.count: 0.11, tasks.position: 0.05,
-    tasks.describe: 0.08, tasks.compare: 0.09,
+    tasks.arithmetic: 0.13, tasks.key_repeat: 0.06, tasks.definition: 0.07, tasks.small_talk: 0.02,
+    tasks.sequence: 0.07, tasks.conversation: 0.05, tasks.colour: 0.03, tasks.shape: 0.22, tasks.count: 0.12,
+    tasks.position: 0.03, tasks.describe: 0.08, tasks.compare: 0.12,
 }  # fmt: skip
 
 
@@ -98,7 +98,9 @@ class Stream:
             return self.drill(rng)
         while True:
             task = rng.choices(self.tasks, self.shares)[0]
-            options = {"sizes": sizes} if task in tasks.IMAGE_TASKS else {}
+            options: dict = {"sizes": sizes} if task in tasks.IMAGE_TASKS else {}
+            if task is tasks.shape and rng.random() < FAINT_SHARE:
+                options["colour"] = "white"
             chat = task(rng, self.documents, **options)
             if not tasks.is_held_out(chat.key):
                 return self.tokenise(rng, chat)
@@ -115,14 +117,15 @@ class Stream:
         return Sequence3(head + tail, weights + [1.0] * len(tail), specs)
 
     def drill(self, rng: random.Random) -> Sequence3:
-        """Solved sums one after the other, for practice at a third of a chat's length; only the results count."""
+        """Solved sums or comparisons one after the other, for practice without pictures; only the results count."""
+        task, mark, length = rng.choice(((tasks.arithmetic, "=", 12), (tasks.verdict, ":", 18)))
         tokens, weights = [], []
-        while len(weights) < DRILL_SUMS * DRILL_TOKENS:
-            chat = tasks.arithmetic(rng, self.documents)
+        while len(weights) < DRILL_ITEMS * length:
+            chat = task(rng, self.documents)
             if tasks.is_held_out(chat.key):
                 continue
-            problem, result = chat.answer.split("=")
-            head, tail = self.encode(" " + problem + "="), self.encode(result)
+            problem, result = chat.answer.split(mark)
+            head, tail = self.encode(" " + problem + mark), self.encode(result)
             tokens += head + tail
             weights += [0.0] * len(head) + [1.0] * len(tail)
         return Sequence3(tokens, weights, [])
@@ -178,9 +181,12 @@ def _pictures(tokens: torch.Tensor, specs: list[dict]) -> tuple[Pictures, ...]:
     for spec in specs:
         frame, rows, columns = images.to_frame(images.render(spec))
         count = rows * columns // 4
-        groups.setdefault((rows, columns), []).append((frame, places[used : used + count]))
+        cells = images.cells(spec, rows // 2, columns // 2)
+        groups.setdefault((rows, columns), []).append((frame, places[used : used + count], cells))
         used += count
-    return tuple(
-        Pictures(torch.stack([f for f, _ in group]), rows, columns, torch.stack([p for _, p in group]))
-        for (rows, columns), group in groups.items()
-    )
+    pictures = []
+    for (rows, columns), group in groups.items():
+        frames, places, cells = zip(*group, strict=True)
+        cells = torch.tensor(cells).transpose(0, 1)
+        pictures.append(Pictures(torch.stack(frames), rows, columns, torch.stack(places), cells))
+    return tuple(pictures)

@@ -49,9 +49,15 @@ def write_checkpoint(state: dict[str, torch.Tensor], directory: Path) -> None:
     path.chmod(0o644)
 
 
-def trained_state(work_dir: Path = WORK_DIR) -> dict[str, torch.Tensor]:
-    """Parameters after the main stage, with the distilled draft head where that stage has run."""
+def main_state(work_dir: Path = WORK_DIR) -> dict[str, torch.Tensor]:
+    """Parameters of the model after the main stage."""
     state = torch.load(work_dir / "main.pt")["modules"]
+    return {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+
+
+def trained_state(work_dir: Path = WORK_DIR) -> dict[str, torch.Tensor]:
+    """The same, with the distilled draft head where that stage has run."""
+    state = main_state(work_dir)
     distilled = work_dir / "distil.pt"
     if distilled.exists():
         state |= {f"mtp.{name}": value for name, value in torch.load(distilled)["modules"].items()}

@@ -164,6 +164,17 @@ def render(spec: dict) -> Image.Image:
     return image
 
 
+def cells(spec: dict, rows: int, columns: int) -> tuple[list[int], list[int]]:
+    """Per merged patch of a picture: 1 + shape and 1 + colour of the figure whose centre is there, else 0."""
+    shapes, colours = [0] * (rows * columns), [0] * (rows * columns)
+    for figure in spec["figures"]:
+        column = min(columns - 1, int(figure["x"] / spec["width"] * columns))
+        row = min(rows - 1, int(figure["y"] / spec["height"] * rows))
+        shapes[row * columns + column] = 1 + SHAPES.index(figure["shape"])
+        colours[row * columns + column] = 1 + list(COLOURS).index(figure["colour"])
+    return shapes, colours
+
+
 def to_frame(image: Image.Image) -> tuple[torch.Tensor, int, int]:
     """Resize by the rule, normalise to [-1, 1]: ([N, 768] patches of one frame in merge order, grid_h, grid_w)."""
     height, width = smart_resize(image.height, image.width)

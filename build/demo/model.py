@@ -494,6 +494,7 @@ class Pictures:
     grid_h: int
     grid_w: int
     places: torch.Tensor  # [n, N / 4]
+    cells: torch.Tensor  # [2, n, N / 4], shape and colour per merged patch, for the auxiliary loss
 
 
 @dataclass(frozen=True)
@@ -514,17 +515,24 @@ class DemoModel(nn.Module):
         self.lm_head = _linear(HIDDEN, VOCAB_SIZE)
         self.mtp = Mtp()
 
-    def embed(self, batch: Batch) -> torch.Tensor:
+    def picture_features(self, batch: Batch) -> list[torch.Tensor]:
+        """The tower's output for each group of pictures, [n, N / 4, H]."""
+        return [self.model.visual(p.frames, p.grid_h, p.grid_w) for p in batch.pictures]
+
+    def embed(self, batch: Batch, features: list[torch.Tensor] | None = None) -> torch.Tensor:
         """Token embeddings with image embeddings in their places, [B, T, H]."""
         x = self.model.language_model.embed_tokens(batch.tokens)
         if not batch.pictures:
             return x
         index = torch.cat([group.places.flatten() for group in batch.pictures])
-        features = [self.model.visual(p.frames, p.grid_h, p.grid_w).flatten(0, 1) for p in batch.pictures]
-        return x.flatten(0, 1).index_put((index,), torch.cat(features).to(x.dtype)).view_as(x)
+        features = features or self.picture_features(batch)
+        merged = torch.cat([f.flatten(0, 1) for f in features]).to(x.dtype)
+        return x.flatten(0, 1).index_put((index,), merged).view_as(x)
 
-    def hidden(self, batch: Batch, layout: Layout) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def hidden(
+        self, batch: Batch, layout: Layout, features: list[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(hidden after the final norm [B, T, H], input embeddings [B, T, H], balance loss)."""
-        embedded = self.embed(batch)
+        embedded = self.embed(batch, features)
         hidden, balance = self.model.language_model(embedded, layout)
         return hidden, embedded, balance

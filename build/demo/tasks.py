@@ -229,23 +229,35 @@ def describe(rng: random.Random, documents: Sequence[str], **options) -> Chat:
     return _image_chat(rng, "describe", [spec], answer, answer, f"I count {number}.")
 
 
+def _compared(rng: random.Random, kind: str) -> tuple:
+    """The two values, the answer that names both before its verdict, and the verdict."""
+    if kind == "more":
+        first, second = rng.sample((1, 2, 3, 4), 2)
+        verdict = "first" if first > second else "second"
+        return first, second, f"The first has {first}, the second has {second}: the {verdict}.", verdict
+    pool = list(images.COLOURS) if kind == "same_colour" else images.SHAPES
+    one = rng.choice(pool)
+    two = one if rng.random() < 0.5 else rng.choice(pool)
+    verdict, article = "yes" if one == two else "no", "a " if kind == "same_shape" else ""
+    return one, two, f"The first is {article}{one}, the second is {article}{two}: {verdict}.", verdict
+
+
+def verdict(rng: random.Random, documents: Sequence[str]) -> Chat:
+    """The answer of a comparison alone, for drills."""
+    *_, answer, word = _compared(rng, rng.choice(("same_colour", "same_shape", "more")))
+    return Chat("verdict", [], answer, word, answer)
+
+
 def compare(rng: random.Random, documents: Sequence[str], **options) -> Chat:
     """Two pictures: same colour, same shape, or which has more figures; the verdict is the last word."""
     options = {"max_tokens": 16} | options
     kind = rng.choice(("same_colour", "same_shape", "more"))
+    one, two, answer, verdict = _compared(rng, kind)
     if kind == "more":
-        first, second = rng.sample((1, 2, 3, 4), 2)
-        specs = [images.sample_spec(rng, count=n, **options) for n in (first, second)]
-        verdict = "first" if first > second else "second"
-        answer = f"The first has {first}, the second has {second}: the {verdict}."
+        specs = [images.sample_spec(rng, count=number, **options) for number in (one, two)]
     else:
-        attribute, pool = ("colour", list(images.COLOURS)) if kind == "same_colour" else ("shape", images.SHAPES)
-        one = rng.choice(pool)
-        two = one if rng.random() < 0.5 else rng.choice(pool)
+        attribute = "colour" if kind == "same_colour" else "shape"
         specs = [images.sample_spec(rng, **{attribute: value}, **options) for value in (one, two)]
-        verdict = "yes" if one == two else "no"
-        article = "a " if kind == "same_shape" else ""
-        answer = f"The first is {article}{one}, the second is {article}{two}: {verdict}."
     chat = _ask(rng, kind, specs)
     return Chat("compare", chat, answer, verdict, image_key(specs), "I look at both pictures.")
 

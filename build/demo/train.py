@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
-from . import data, distil, warmup
+from . import data, distil, export, warmup
 from .config import WORK_DIR
 from .fake_quant import RoundedWeights, quantised_state
 from .model import Batch, DemoModel, Layout
@@ -27,6 +27,7 @@ from .muon import Muon
 SAVE_EVERY_S = 120.0
 NUM_ROWS, ROW_TOKENS = 12, 320
 REPLAYS, BUFFER_BATCHES = 3, 200
+CELL_WEIGHT = 0.5
 
 
 def rng_for(stage: str, step: int, seed: int) -> random.Random:
@@ -66,10 +67,11 @@ class Optimizers:
         named = dict(modules.named_parameters())
         hidden = [p for n, p in named.items() if is_hidden_matrix(n)]
         vision = {n: p for n, p in named.items() if "visual" in n}
-        rest = {n: p for n, p in named.items() if not is_hidden_matrix(n) and "visual" not in n}
+        heads = {n: p for n, p in named.items() if n.startswith("heads.")}
+        rest = {n: p for n, p in named.items() if not is_hidden_matrix(n) and n not in vision | heads}
         self.all = [Muon(hidden, muon_lr), make_optimizer(rest, lr)]
         if vision:
-            self.all.append(make_optimizer(vision, vision_lr))
+            self.all += [make_optimizer(vision, vision_lr), make_optimizer(heads, vision_lr)]
 
     @property
     def param_groups(self) -> list[dict]:
@@ -239,11 +241,13 @@ def compile_layers(model: DemoModel) -> None:
 
 def run_main(model: DemoModel, args: argparse.Namespace) -> None:
     """Stage 2: everything, on the packed stream; the draft head, from `draft_from` of the time on, on detached ones."""
+    heads = warmup.Heads()
     if not args.resume:
-        state = torch.load(WORK_DIR / "vision.pt")["modules"]
-        model.model.visual.load_state_dict({k[7:]: v for k, v in state.items() if k.startswith("vision.")})
+        warmed = torch.nn.ModuleDict({"vision": model.model.visual, "heads": heads})
+        warmed.load_state_dict(torch.load(WORK_DIR / "vision.pt")["modules"])
     compile_layers(model)
-    loop = Loop("main", args, model, Optimizers(model, args.lr, args.muon_lr, args.vision_lr))
+    modules = torch.nn.ModuleDict({"model": model, "heads": heads})
+    loop = Loop("main", args, modules, Optimizers(modules, args.lr, args.muon_lr, args.vision_lr))
     source = batches(data.Stream("main", args.seed, NUM_ROWS, ROW_TOKENS), loop.step)
     rounded = RoundedWeights(model)
     for _, progress in loop:
@@ -251,9 +255,11 @@ def run_main(model: DemoModel, args: argparse.Namespace) -> None:
         layout = Layout.of(batch.positions, batch.segments)
         with rounded if progress >= args.round_from else contextlib.nullcontext():
             with torch.autocast("cpu", torch.bfloat16):
-                hidden, embedded, balance = model.hidden(batch, layout)
+                features = model.picture_features(batch)
+                hidden, embedded, balance = model.hidden(batch, layout, features)
                 loss, scores = next_token_loss(model, hidden, batch)
-                loss = loss + 0.01 * balance
+                seen = warmup.cell_loss(heads, features, batch.pictures)
+                loss, scores = loss + 0.01 * balance + CELL_WEIGHT * seen, scores | {"cell": seen.item()}
                 if progress >= args.draft_from:
                     draft, draft_scores = draft_loss(model, hidden, embedded, batch, layout, depth=1)
                     loss, scores = loss + draft, scores | draft_scores
@@ -263,12 +269,13 @@ def run_main(model: DemoModel, args: argparse.Namespace) -> None:
 
 def run_distil(model: DemoModel, args: argparse.Namespace) -> None:
     """Stage 3 on `model.mtp`; each batch of target states is used REPLAYS times, from a buffer."""
-    state = torch.load(WORK_DIR / "main.pt")["modules"]
+    state = export.main_state()
     model.load_state_dict(quantised_state(state))
     model.requires_grad_(False)
     model.mtp.load_state_dict({k.removeprefix("mtp."): v for k, v in state.items() if k.startswith("mtp.")})
     model.mtp.requires_grad_(True)
     own = distil.own_outputs(model, args.seed)
+    compile_layers(model)
     loop = Loop("distil", args, model.mtp, Optimizers(model.mtp, args.lr, args.muon_lr, args.vision_lr))
     source = batches(distil.OwnStream(own, args.seed, NUM_ROWS, ROW_TOKENS), loop.step)
     buffer: list = []

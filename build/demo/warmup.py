@@ -12,7 +12,7 @@ from torch import nn
 
 from . import images, tasks
 from .config import VISION_WIDTH
-from .model import Vision
+from .model import Pictures, Vision
 
 COLOUR_INDEX = {name: i for i, name in enumerate(images.COLOURS)}
 SHAPE_INDEX = {name: i for i, name in enumerate(images.SHAPES)}
@@ -33,18 +33,6 @@ class Heads(nn.Module):
         self.place = nn.Linear(VISION_WIDTH, len(images.PLACES))
 
 
-def _cells(spec: dict) -> tuple[list[int], list[int]]:
-    """Per merged patch of the picture: 1 + shape and 1 + colour of the figure centred there, else 0."""
-    columns, rows = spec["width"] // images.FACTOR, spec["height"] // images.FACTOR
-    shapes, colours = [0] * (rows * columns), [0] * (rows * columns)
-    for figure in spec["figures"]:
-        column = min(columns - 1, int(figure["x"] // images.FACTOR))
-        row = min(rows - 1, int(figure["y"] // images.FACTOR))
-        shapes[row * columns + column] = 1 + SHAPE_INDEX[figure["shape"]]
-        colours[row * columns + column] = 1 + COLOUR_INDEX[figure["colour"]]
-    return shapes, colours
-
-
 def sample_batch(rng: random.Random, num_patches: int, large_share: float) -> dict:
     """Pictures of one size, about `num_patches` patches in all, with their targets (place -1 where not asked)."""
     sizes = LARGE_SIZES if rng.random() < large_share else SMALL_SIZES
@@ -57,7 +45,7 @@ def sample_batch(rng: random.Random, num_patches: int, large_share: float) -> di
         spec = images.sample_spec(rng, count=number, place=place, sizes=[(width, height)], jitter=0.0)
         if tasks.is_held_out(str(spec["seed"])):
             continue
-        shapes, colours = _cells(spec)
+        shapes, colours = images.cells(spec, grid_h // 2, grid_w // 2)
         figure = spec["figures"][0]
         batch["frames"].append(images.to_frame(images.render(spec))[0])
         batch["cells"].append(shapes)
@@ -88,3 +76,10 @@ def loss_and_scores(vision: Vision, heads: Heads, batch: dict) -> tuple[torch.Te
             loss = loss + 0.5 * F.cross_entropy(logits, target, ignore_index=-1)
             scores[name] = (logits.argmax(-1) == target)[target >= 0].float().mean().item()
     return loss, scores
+
+
+def cell_loss(heads: Heads, features: list[torch.Tensor], pictures: tuple[Pictures, ...]) -> torch.Tensor:
+    """The per-patch part of the warm-up's loss, kept on as an auxiliary loss of the main stage; mean over patches."""
+    flat = torch.cat([f.flatten(0, 1) for f in features]).float()
+    cells = torch.cat([p.cells.flatten(1) for p in pictures], 1)  # [2, patches]
+    return F.cross_entropy(heads.cell_shape(flat), cells[0]) + F.cross_entropy(heads.cell_colour(flat), cells[1])

@@ -62,7 +62,7 @@ def test_quantised_once_and_used_as_it_is_afterwards(tmp_path: Path, quantiser: 
 
 @pytest.mark.parametrize("hashed_bytes_limit", [1 << 20, 0])
 def test_fingerprint_follows_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hashed_bytes_limit: int):
-    monkeypatch.setattr(repository, "_HASHED_BYTES_LIMIT", hashed_bytes_limit)
+    monkeypatch.setattr(repository, "_SMALL_CHECKPOINT_BYTES", hashed_bytes_limit)
     monkeypatch.setattr(repository, "_SMALL_FILE_BYTES", 100)
     checkpoint = write_checkpoint(tmp_path / "model")
     weights = checkpoint / "model.safetensors"

@@ -23,7 +23,7 @@ from qwen35.engine.request import Emission, Request, SamplingParams
 from qwen35.settings import Settings
 from qwen35.state.geometry import Geometry
 from qwen35.state.local import LocalState
-from qwen35.views import BatchView, CacheView
+from qwen35.views import BatchView, CacheView, GatedDeltaView
 
 # Byte-level pieces: letters, some with a space, two halves of "é", two parts of "€", a stray byte; then specials.
 PIECES = [*"abcdefghijklmnop", "Ġ", "Ġthe", "ab", "cd", "Ã", "©", "âĤ", "¬", "ÿ", "Ċ"]
@@ -77,14 +77,24 @@ class FakeTarget:
         worst = torch.nn.functional.one_hot(rows.argmin(dim=1), VOCAB_SIZE) * 1000.0
         return torch.where(hidden[:, 1:] > 0, worst, rows)
 
+    def apply_pending(self, batch: BatchView, cache: CacheView) -> None:
+        layer = cache.gated_delta[0]
+        for slot, num_pending in zip(batch.slots.tolist(), batch.num_pending.tolist(), strict=True):
+            self._apply(layer, slot, num_pending)
+
+    @staticmethod
+    def _apply(layer: GatedDeltaView, slot: int, num_pending: int) -> None:
+        state = layer.recurrent[slot, 0, 0]  # hash, number of tokens applied
+        for content in layer.pending_inputs[slot, :num_pending, 0].tolist():
+            state.copy_(torch.tensor([chain(state[0].item(), content), state[1].item() + 1], dtype=torch.float64))
+
     def _run(self, contents: Tensor, batch: BatchView, s: int, cache: CacheView) -> Tensor:
         kv_start, slot, num_pending = (int(x[s]) for x in (batch.kv_start, batch.slots, batch.num_pending))
         layer, keys = cache.gated_delta[0], cache.attention[0].keys
         state = layer.recurrent[slot, 0, 0]  # hash, number of tokens applied
         if kv_start == 0 and num_pending == 0:
             state.zero_()
-        for content in layer.pending_inputs[slot, :num_pending, 0].tolist():
-            state.copy_(torch.tensor([chain(state[0].item(), content), state[1].item() + 1], dtype=torch.float64))
+        self._apply(layer, slot, num_pending)
         *_, from_keys = itertools.accumulate(read(keys, batch, s, 0, kv_start), chain, initial=0.0)
         assert [from_keys, kv_start] == state.tolist(), "KV and GDN state disagree about the tokens so far"
         _, *hashes = itertools.accumulate(contents.tolist(), chain, initial=from_keys)
@@ -187,16 +197,18 @@ class Rig:
         max_batch_tokens: int = 64,
         max_context_tokens: int = 512,
         max_queued_requests: int = 64,
+        **settings: object,
     ) -> None:
         self.state = state(num_blocks=num_blocks, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
         self.target = target or FakeTarget()
         self.draft = FakeDraft(draft) if draft and num_draft_tokens else None
-        settings = Settings(
+        resolved = Settings(
             num_draft_tokens=num_draft_tokens,
             block_tokens=BLOCK_TOKENS,
             num_slots=num_slots,
             max_batch_tokens=max_batch_tokens,
             max_queued_requests=max_queued_requests,
+            **settings,
         )
         self.engine = Engine(
             self.target,
@@ -205,7 +217,7 @@ class Rig:
             self.state.cache,
             tokenizer(),
             config(max_context_tokens),
-            settings,
+            resolved,
         )
         self.emissions: dict[int, list[Emission]] = {}
 

@@ -148,6 +148,15 @@ def test_eos_before_length():
     assert rig.token_ids()[3:] == (EOS,) and EOS not in rig.token_ids()[:3]
 
 
+def test_stop_strings_wait_for_min_tokens():
+    target = FakeTarget()
+    target.table[:] = 0.0
+    target.table[:, 3] = 1.0
+    rig = Rig(target=target, draft="right")
+    rig.run([request(max_tokens=9, min_tokens=3, stop=("d",))])
+    assert (rig.token_ids(), rig.text(), rig.final().finish_reason) == ((3,) * 4, "ddd", "stop")
+
+
 def test_usage_counts_accepted_drafts_that_were_delivered():
     target = FakeTarget()
     target.table[:] = 0.0
@@ -251,6 +260,13 @@ def test_abort_waiting_running_and_unknown():
     assert (rig.engine.metrics.num_failed_requests, rig.engine.metrics.num_finished_requests) == (2, 1)
 
 
+def test_an_abort_of_nobody_hits_nobody_later():
+    rig = Rig()
+    rig.engine.abort(5)
+    rig.run([request(uid=5)])
+    assert rig.final(5).error is None
+
+
 def test_deadlines_of_waiting_and_running():
     now = time.monotonic()
     rig = Rig(num_slots=1)
@@ -328,6 +344,28 @@ def test_wait_returns_on_submit_and_when_there_is_something_to_run():
     timer.join()
 
 
+def test_wait_sleeps_while_all_blocks_are_on_their_way(monkeypatch):
+    rig = Rig(num_draft_tokens=0, num_blocks=8)
+    pool = rig.state.pool
+    rig.engine.submit(request(uid=0, max_tokens=20, ignore_eos=True))
+    rig.step()
+    taken = pool.allocate_blocks(pool.num_free_blocks)
+    monkeypatch.setattr(type(pool), "may_get_blocks", True)
+    while rig.step():
+        pass
+    started = time.monotonic()
+    rig.engine.wait(0.05)
+    assert time.monotonic() - started >= 0.04
+    pool.free_blocks(taken)
+    timer = threading.Timer(0.02, rig.engine.notify)  # as the pool does when it has grown
+    timer.start()
+    rig.engine.wait(10.0)
+    timer.join()
+    assert time.monotonic() - started < 5.0
+    rig.run()
+    assert rig.final(0).finish_reason == "length" and rig.engine.metrics.num_preemptions == 0
+
+
 def test_metrics_and_times():
     rig = Rig(draft="right")
     rig.run([request(range(7), uid=uid, max_tokens=9, ignore_eos=True) for uid in range(2)])
@@ -351,9 +389,59 @@ def test_logprobs_come_with_each_token():
     assert rig.final().cumulative_logprob == pytest.approx(sum(first.logprob for first in firsts))
 
 
-def test_blocks_cover_exactly_what_can_be_held():
-    rig = Rig(num_draft_tokens=5, draft="right")
-    rig.engine.submit(request((1, 2, 3), max_tokens=6, ignore_eos=True))
-    rig.step()
-    assert rig.state.pool.num_used_blocks == -(-9 // BLOCK_TOKENS)
+def test_blocks_grow_with_what_is_held():
+    rig = Rig(num_draft_tokens=0)
+    rig.engine.submit(request((1, 2, 3), max_tokens=60, ignore_eos=True))
+    used = []
+    while rig.engine.has_work:
+        rig.step()
+        used.append(rig.state.pool.num_used_blocks)
+    # A step's blocks reach to the token that it decides, and hold nothing for later ones.
+    assert used == [-(-(3 + i) // BLOCK_TOKENS) for i in range(1, 60)] + [0]
+    rig.check_pool()
+
+
+CROWD = [request((uid % 5, 1), uid=uid, seed=uid, max_tokens=30, ignore_eos=True, logprobs=1, **SAMPLED)
+         for uid in range(6)]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def crowd():
+    """Each of CROWD alone."""
+    alone = {}
+    for one in CROWD:
+        rig = Rig(num_draft_tokens=0)
+        rig.run([one])
+        alone |= outcome(rig)
+    return alone
+
+
+@pytest.mark.parametrize("num_blocks", [8, 9, 11, 15])
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 5])
+@pytest.mark.parametrize("draft", ["right", "mixed"])
+def test_preemption_changes_nothing(num_draft_tokens, draft, num_blocks, crowd):
+    """Each needs 8 blocks at its end, together they can have little more."""
+    rig = Rig(num_draft_tokens=num_draft_tokens, draft=draft, num_blocks=num_blocks, max_batch_tokens=9)
+    rig.run(CROWD)
+    assert outcome(rig) == crowd
+    metrics = rig.engine.metrics
+    assert metrics.num_preemptions > 0 and metrics.num_dropped_tokens > 0
+    assert metrics.num_prompt_tokens == 2 * len(CROWD), "prompts that are run again count once"
+    ends = [emissions[-1].times["last_token"] for _, emissions in sorted(rig.emissions.items())]
+    assert ends[0] == min(ends), "the first in rank is never preempted"
+
+
+def test_preempted_sequences_can_be_cancelled_and_expire():
+    now = time.monotonic()
+    rig = Rig(num_draft_tokens=0, num_blocks=8)
+    for uid in range(3):
+        deadline = now + 0.5 if uid == 1 else math.inf
+        rig.engine.submit(request((1, 2), uid=uid, max_tokens=30, ignore_eos=True, deadline=deadline, arrival=now))
+    while rig.engine.metrics.num_preemptions < 2:
+        rig.step()
+    rig.engine.abort(2)
+    time.sleep(max(0.0, now + 0.51 - time.monotonic()))
     rig.run()
+    assert isinstance(rig.final(2).error, Cancelled) and len(rig.token_ids(2)) > 0
+    assert isinstance(rig.final(1).error, DeadlineExceeded) and "after" in str(rig.final(1).error)
+    assert rig.final(0).finish_reason == "length"

@@ -44,8 +44,10 @@ def test_a_sampled_choice_is_argmax_of_scaled_logits_and_noise():
         assert choose(logits, [row(seed, 4, temperature=0.7)]).token_ids.tolist() == [scores.argmax()]
 
 
+@pytest.mark.parametrize("near_nats", [8.0, 0.5])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 10.0])
-def test_dropping_losers_early_changes_no_choice(monkeypatch, spread):
+def test_dropping_losers_early_changes_no_choice(monkeypatch, spread, near_nats):
+    monkeypatch.setattr(sampler, "_NEAR_NATS", near_nats)
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(6)) * spread
     rows = [row(seed, temperature=1.0) for seed in range(64)]
     early = choose(logits, rows).token_ids.tolist()

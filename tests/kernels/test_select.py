@@ -47,3 +47,12 @@ def test_activations_setting():
 def test_unknown_device_is_refused():
     with pytest.raises(RuntimeError):
         select_ops(Settings(), "abacus")
+
+
+def test_number_of_threads_is_set():
+    before = torch.get_num_threads()
+    try:
+        select_ops(Settings(num_threads=2), "cpu")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -58,8 +58,9 @@ class Stream:
     def __exit__(self, *_):
         self.close()
 
-    def close(self, cancel=False):
-        self._client.stop_stream(cancel_requests=cancel)
+    def close(self):
+        """Does not wait for what is under way: after a failed test that might never end."""
+        self._client.stop_stream(cancel_requests=True)
         self._client.close()
 
     def send(self, model, arrays, parameters=None, request_id="", outputs=None, **options):
@@ -130,6 +131,21 @@ def send_vllm(
     connection.send("qwen35", arrays, parameters, request_id, **(options or {}))
 
 
+def encode(server, prompt, parameters=None):
+    """What the first step makes of a prompt: its outputs by name, for `send_llm`."""
+    with Stream(server) as connection:
+        connection.send("vision_encoder", {"text_input": texts(prompt), "stream": np.array([True])}, parameters)
+        return connection.next()[1]
+
+
+def send_llm(connection, encoded, lease):
+    """A request at the third step itself, past the ensembles."""
+    inputs = [tensor(name, encoded[name]) for name in ("request", "token_ids", "positions")]
+    embeds = grpc.InferInput("embeds", list(encoded["embeds"].shape), "BF16")
+    embeds.set_data_from_numpy(encoded["embeds"])
+    connection.send_inputs("llm", [*inputs, embeds, tensor("lease", texts(json.dumps(lease)))])
+
+
 _TYPED = {bool: np.bool_, int: np.int32, float: np.float32}
 
 
@@ -156,11 +172,9 @@ def generate(server, model="qwen35", timeout=TIMEOUT, **body):
 
 
 def generate_stream(server, model="qwen35", timeout=TIMEOUT, **body):
-    """HTTP `generate_stream`: status and the parsed events (or the parsed error body)."""
+    """HTTP `generate_stream`: status and the parsed events; an error is one too, whatever the status."""
     with _post(server, f"/v2/models/{model}/generate_stream", body, timeout) as response:
         payload = response.read().decode()
-    if response.status != 200:
-        return response.status, [json.loads(payload)]
     return response.status, [json.loads(line[5:]) for line in payload.splitlines() if line.startswith("data:")]
 
 

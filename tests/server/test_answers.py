@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 import urllib.request
 
 import pytest
@@ -184,6 +185,10 @@ def test_metrics_tell_what_was_delivered(server):
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"qwen35_{name}{{"))
 
     names = ("output_tokens_total", "requests_total", "time_to_first_token_seconds_count")
+    time.sleep(1.2)  # for what earlier tests have left untold
     before = [counter(name) for name in names]
     vllm(server, "Hello", sampling=GREEDY, stream=True)
+    deadline = time.monotonic() + 5.0  # they are told once a second
+    while counter("requests_total") == before[1]:
+        assert time.monotonic() < deadline
     assert [counter(name) - then for name, then in zip(names, before, strict=True)] == [8, 1, 1]

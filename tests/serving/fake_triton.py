@@ -48,7 +48,13 @@ class TritonError(Exception):
 class InferenceResponse:
     def __init__(self, output_tensors, error=None):
         self.outputs = {tensor.name(): tensor for tensor in output_tensors}
-        self.error = error
+        self.failure = error
+
+    def has_error(self):
+        return self.failure is not None
+
+    def error(self):
+        return self.failure
 
 
 class Sender:
@@ -96,6 +102,38 @@ class Request:
         return self.sender
 
 
+class InferenceRequest:
+    """A call to another model: ``answer`` (operation, message) -> object, or raises."""
+
+    answer = None
+
+    def __init__(self, model_name, requested_output_names, inputs):
+        assert (model_name, requested_output_names) == ("state_manager", ["result"])
+        self._texts = {tensor.name(): tensor.as_numpy()[0].decode() for tensor in inputs}
+
+    def exec(self):
+        try:
+            answer = type(self).answer(self._texts["operation"], json.loads(self._texts["request"]))
+        except Exception as error:
+            return InferenceResponse([], TritonError(str(error)))
+        return InferenceResponse([Tensor("result", text(json.dumps(answer)))])
+
+
+class MetricFamily:
+    COUNTER, GAUGE, HISTOGRAM = range(3)
+
+    def __init__(self, name, description, kind):
+        pass
+
+    def Metric(self, labels, buckets=None):
+        return self
+
+    def increment(self, value):
+        pass
+
+    set = observe = increment
+
+
 class Logger:
     lines = []
 
@@ -109,10 +147,11 @@ class Logger:
 def make_module():
     """A module for ``sys.modules["triton_python_backend_utils"]``."""
     module = ModuleType("triton_python_backend_utils")
-    for part in (Tensor, TritonError, InferenceResponse, Logger):
+    for part in (Tensor, TritonError, InferenceResponse, InferenceRequest, MetricFamily, Logger):
         setattr(module, part.__name__, part)
     module.TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
     module.get_input_tensor_by_name = get_input_tensor_by_name
+    module.get_output_tensor_by_name = lambda response, name: response.outputs.get(name)
     return module
 
 

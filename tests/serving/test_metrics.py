@@ -44,13 +44,17 @@ def test_counters_follow_what_was_delivered():
         observer.sent(ticket, Emission(1, usage, finish_reason=finish))
         ticket.usage, ticket.last_sent = usage, 0.0
     observer.sent(make_ticket(2), Emission(2, Usage(9, 0, 0, 0), error=InternalError("x")))
+    assert all(metric.value == 0 for metric in FakeFamily.metrics.values()), "nothing is told at once"
+    observer.watched(EngineMetrics())
     values = {name: metric.value for name, metric in FakeFamily.metrics.items()}
     assert values["input_tokens_total"] == 9
     assert values["output_tokens_total"] == 5
     assert (values["draft_tokens_total"], values["accepted_draft_tokens_total"]) == (6, 2)
     assert (values["requests_total"], values["failed_requests_total"]) == (1, 1)
     assert len(FakeFamily.metrics["time_to_first_token_seconds"].observed) == 1
-    assert len(FakeFamily.metrics["inter_token_latency_seconds"].observed) == 4
+    assert len(FakeFamily.metrics["inter_token_latency_seconds"].observed) == 2
+    observer.watched(EngineMetrics())
+    assert FakeFamily.metrics["output_tokens_total"].value == 5
 
 
 def test_nothing_is_sent_to_a_dead_server(monkeypatch):
@@ -67,3 +71,13 @@ def test_gauges_show_what_the_engine_holds():
     observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"}, server)
     observer.watched(EngineMetrics(num_running_requests=3, num_waiting_requests=7))
     assert (FakeFamily.metrics["running_requests"].value, FakeFamily.metrics["waiting_requests"].value) == (3, 7)
+
+
+def test_totals_of_the_engine_are_counted_once():
+    FakeFamily.metrics = {}
+    observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"}, ServerProcess())
+    for num_preemptions in (0, 2, 2, 5):
+        observer._next_time = 0.0
+        observer.watched(EngineMetrics(num_preemptions=num_preemptions, num_lost_drafts=1))
+    assert FakeFamily.metrics["lost_drafts_total"].value == 1
+    assert FakeFamily.metrics["preemptions_total"].value == 5

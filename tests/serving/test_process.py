@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from qwen35.errors import ConfigError
+from qwen35.errors import ConfigError, StateError
 from qwen35.serving.process import prepare_process, settings_of
 
 
@@ -35,6 +35,11 @@ def test_the_arena_is_named_after_the_server():
     name = settings_of(args_with(), {}).arena_name
     assert name.startswith(f"qwen35-{os.getppid()}-")
     assert settings_of(args_with(), {"QWEN35_ARENA_NAME": "mine"}).arena_name == "mine"
+
+
+def test_a_stub_without_a_server_names_no_arena(any_parent_is_a_server):
+    with pytest.raises(StateError, match="expected tritonserver as the parent"):
+        any_parent_is_a_server()
 
 
 def test_streams_are_utf8_after_prepare_process(capfd):

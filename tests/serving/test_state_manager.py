@@ -60,8 +60,8 @@ class Served:
         """Outputs as JSON by name, or the error."""
         tensors = {name: value if isinstance(value, np.ndarray) else text(value) for name, value in inputs.items()}
         (response,) = self.model.execute([Request(tensors)])
-        if response.error is not None:
-            return str(response.error)
+        if response.failure is not None:
+            return str(response.failure)
         return {name: json.loads(tensor.as_numpy()[0]) for name, tensor in response.outputs.items()}
 
     def operate(self, operation: str, **message):
@@ -119,7 +119,7 @@ def test_errors_begin_with_a_code_and_name_the_field(served):
 def test_each_of_a_batch_is_answered_though_one_is_wrong(served):
     requests = [Request({"operation": text(name)}) for name in ("stats", "nonsense", "check")]
     responses = served.model.execute(requests)
-    assert [response.error is None for response in responses] == [True, False, True]
+    assert [response.failure is None for response in responses] == [True, False, True]
 
 
 def test_a_fault_of_ours_shows_no_traceback(served, monkeypatch):

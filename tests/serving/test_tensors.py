@@ -107,5 +107,5 @@ def test_replies():
     first, last = request.sender.responses
     assert first.outputs["text_output"].as_numpy().tolist() == ["ü".encode()]
     assert first.outputs["num_output_tokens"].as_numpy().dtype == np.uint32
-    assert str(last.error) == "CANCELLED: Request was cancelled"
+    assert str(last.failure) == "CANCELLED: Request was cancelled"
     assert (request.sender.num_finals, last.outputs) == (1, {})

@@ -46,7 +46,7 @@ def run(model, inputs, **rest):
 
 def test_text(model):
     response = run(model, {"text_input": text("hi<|im_end|>")}, parameters={"max_tokens": 3}, request_id="5")
-    assert response.error is None
+    assert response.failure is None
     outputs = response.outputs
     request = ResolvedRequest.from_json(outputs["request"].as_numpy()[0].decode())
     assert (request.sampling.max_tokens, request.request_id, request.images) == (3, "5", ())
@@ -116,7 +116,7 @@ def test_messages(model):
 )
 def test_bad_input_is_one_error(model, inputs, message):
     response = run(model, inputs)
-    assert str(response.error).startswith(message)
+    assert str(response.failure).startswith(message)
     assert response.outputs == {}
 
 
@@ -124,7 +124,7 @@ def test_a_fault_of_ours_shows_no_detail_to_the_client(model):
     model._encoder.encode = lambda request, source: 1 / 0
     Logger.lines.clear()
     response = run(model, {"text_input": text("x")})
-    assert str(response.error) == "INTERNAL: vision_encoder: the request failed with ZeroDivisionError"
+    assert str(response.failure) == "INTERNAL: vision_encoder: the request failed with ZeroDivisionError"
     assert "ZeroDivisionError" in Logger.lines[0]
 
 
@@ -139,7 +139,7 @@ def test_text_is_not_held_up_by_an_image_in_front(model):
     model._encoder.encode = slow
     with_image = Request({"text_input": text("x"), "image": np.array([png()], dtype=object)})
     model.execute([with_image])
-    assert run(model, {"text_input": text("y")}).error is None
+    assert run(model, {"text_input": text("y")}).failure is None
     assert not with_image.sender.done.is_set()
     gate.set()
     assert with_image.sender.done.wait(WAIT)
@@ -151,4 +151,4 @@ def test_a_request_whose_client_has_gone_is_not_encoded(model):
     request.sender.cancelled = True
     model.execute([request])
     assert request.sender.done.wait(WAIT)
-    assert str(request.sender.responses[0].error) == "CANCELLED: Request was cancelled"
+    assert str(request.sender.responses[0].failure) == "CANCELLED: Request was cancelled"

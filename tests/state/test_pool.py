@@ -86,6 +86,23 @@ def test_a_wish_over_the_total_takes_all_there_is():
     assert pool.num_free_blocks == 16, "what somebody waits for is not idle"
 
 
+def test_more_may_come_until_the_source_has_nothing():
+    source = FakeSource(8, 4)  # of 16 blocks, somebody else has the others
+    pool = make_pool(source)
+    assert pool.may_get_blocks and pool.may_get_slots
+    pool.refill()
+    assert not pool.can_allocate(12) and pool.may_get_blocks
+    pool.refill()
+    assert pool.num_free_blocks == 8 and not pool.may_get_blocks and pool.may_get_slots
+    source.free["block"] += range(8, 12)
+    pool.can_allocate(12)
+    pool.refill()
+    assert pool.num_free_blocks == 12 and pool.may_get_blocks
+    [pool.allocate_slot() for _ in range(2)]
+    pool.refill()
+    assert not pool.may_get_slots, "all there are"
+
+
 def test_a_wish_that_is_not_repeated_is_forgotten(monkeypatch: pytest.MonkeyPatch):
     now = [1000.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])

@@ -30,6 +30,10 @@ class Target(Protocol):
         """[R, H] -> [R, V] float32."""
         ...
 
+    def apply_pending(self, batch: BatchView, cache: CacheView) -> None:
+        """For a batch without tokens: accepted pending inputs go into the gated delta states."""
+        ...
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -87,6 +91,25 @@ def batch_view(pieces: SequenceOf[Piece], device: torch.device) -> BatchView:
         slots=integers([piece.sequence.slot or 0 for piece in pieces]),
         num_pending=integers([0 if is_draft_pass else piece.sequence.num_pending for piece in pieces]),
         defer=torch.tensor([piece.is_deferred for piece in pieces], device=device),
+    )
+
+
+def pending_view(sequence: Sequence, num_inputs: int, device: torch.device) -> BatchView:
+    """A pass of one sequence without tokens, that applies the first ``num_inputs`` of its pending inputs."""
+    position = sequence.num_computed_tokens - sequence.num_pending + num_inputs
+
+    def integers(*values: int) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=device)
+
+    return BatchView(
+        cu_tokens=integers(0, 0),
+        positions=torch.empty(3, 0, dtype=torch.int64, device=device),
+        kv_start=integers(position),
+        first_kv=integers(0),
+        block_table=integers(*sequence.block_ids).unsqueeze(0),
+        slots=integers(sequence.slot or 0),
+        num_pending=integers(num_inputs),
+        defer=torch.zeros(1, dtype=torch.bool, device=device),
     )
 
 

@@ -19,9 +19,11 @@ from qwen35.engine.admission import Admission
 from qwen35.engine.batch import Piece, Target
 from qwen35.engine.detokenizer import Vocabulary
 from qwen35.engine.draft import Draft, Drafter
+from qwen35.engine.draft_length import AdaptiveLengths, Costs, FixedLengths
+from qwen35.engine.memory import Pool
 from qwen35.engine.metrics import EngineMetrics
 from qwen35.engine.request import Emission, Request
-from qwen35.engine.scheduler import Pool, Scheduler
+from qwen35.engine.scheduler import Scheduler
 from qwen35.engine.sequence import Decision, Sequence
 from qwen35.engine.target import TargetRunner
 from qwen35.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArgument, Qwen35Error, Unavailable
@@ -67,8 +69,20 @@ class Engine:
         self._scheduler = Scheduler(
             pool, block_tokens=settings.block_tokens, max_batch_tokens=settings.max_batch_tokens
         )
-        self._target = TargetRunner(target, cache, device)
-        self._drafter = Drafter(draft, target, cache, device) if num_draft_tokens else None
+        costs = Costs()
+        self._target = TargetRunner(target, cache, device, costs)
+        self._drafter: Drafter | None = None
+        if draft is not None and num_draft_tokens:
+            self._drafter = Drafter(
+                draft,
+                target,
+                cache,
+                device,
+                lengths=AdaptiveLengths(costs) if settings.draft_length == "adaptive" else FixedLengths(),
+                costs=costs,
+                metrics=self.metrics,
+                max_undrafted_tokens=settings.max_undrafted_tokens,
+            )
         self._changed = threading.Condition()
         self._inbox: deque[Sequence] = deque()  # this and the next two are guarded by _changed
         self._aborts: dict[int, Qwen35Error] = {}
@@ -110,7 +124,8 @@ class Engine:
         """Returns at once when a step has something to run, else on a submit or an abort, or after the timeout
         (requests that wait for memory are looked at again then)."""
         with self._changed:
-            if not (self._inbox or self._aborts or self._scheduler.running):
+            can_run = self._scheduler.running and not self._scheduler.is_stalled
+            if not (self._inbox or self._aborts or can_run):
                 self._changed.wait(timeout_seconds)
 
     def notify(self) -> None:
@@ -172,7 +187,6 @@ class Engine:
         for piece, decision in zip(pieces, decisions, strict=True):
             before = piece.sequence.usage
             metrics.num_target_tokens += piece.num_inputs
-            metrics.num_prompt_tokens += piece.num_inputs if piece.sequence.is_prefilling else 0
             piece.sequence.commit(
                 decision,
                 start=piece.start,
@@ -181,6 +195,8 @@ class Engine:
                 is_deferred=piece.is_deferred,
             )
             after = piece.sequence.usage
+            is_first = before.num_output_tokens == 0 < after.num_output_tokens
+            metrics.num_prompt_tokens += after.num_input_tokens if is_first else 0
             metrics.num_output_tokens += after.num_output_tokens - before.num_output_tokens
             metrics.num_draft_tokens += after.num_draft_tokens - before.num_draft_tokens
             metrics.num_accepted_draft_tokens += after.num_accepted_draft_tokens - before.num_accepted_draft_tokens
@@ -205,6 +221,8 @@ class Engine:
                 self._forget(sequence)
         self.metrics.num_waiting_requests = len(self._scheduler.waiting)
         self.metrics.num_running_requests = len(self._scheduler.running)
+        self.metrics.num_preemptions = self._scheduler.num_preemptions
+        self.metrics.num_dropped_tokens = self._scheduler.num_dropped_tokens
         return emissions
 
     def _forget(self, sequence: Sequence) -> None:
@@ -219,5 +237,6 @@ class Engine:
 
 def _deadline_message(sequence: Sequence) -> str:
     allowed = sequence.request.deadline - sequence.request.arrival
-    state = "waiting" if sequence.slot is None else f"after {sequence.num_generated_tokens} tokens"
+    is_waiting = sequence.slot is None and sequence.num_generated_tokens == 0
+    state = "waiting" if is_waiting else f"after {sequence.num_generated_tokens} tokens"
     return f"deadline: expected the request to finish within {allowed:.1f} s, it was still {state}"

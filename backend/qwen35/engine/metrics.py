@@ -15,6 +15,9 @@ class EngineMetrics:
     num_output_tokens: int = 0  # delivered
     num_draft_tokens: int = 0  # verified
     num_accepted_draft_tokens: int = 0  # accepted and delivered
+    num_lost_drafts: int = 0  # sequences that draft no more, because a pause grew too long to catch up
+    num_preemptions: int = 0  # sequences that gave up their memory before their end
+    num_dropped_tokens: int = 0  # computed ones that preemption dropped: they are run again
     num_finished_requests: int = 0
     num_failed_requests: int = 0  # cancelled and expired ones included
     num_waiting_requests: int = 0  # now

@@ -1,60 +1,55 @@
 """Who waits, who runs, and what the next step does: chunks of prompts mixed with drafted decodes under a token budget.
 
-Knows no model. Admission takes a slot and blocks for everything that a sequence can ever hold, so a running sequence
-never waits for memory and nothing can deadlock. Drafts are clamped to the tokens that may still come, so they need no
-blocks of their own."""
+Knows no model. A sequence takes blocks as it grows. When they run out, the last in rank (lowest priority, then latest
+arrival) is preempted: it gives everything back, waits in its old place, and later runs all its tokens again, to the
+same bits. The first in rank is never preempted by equals and can always have every block, so it comes to its end, and
+then the next one is first. Drafts are cut to the room there is; nobody is preempted for them."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from typing import Protocol
 
 from qwen35.engine.batch import Piece
+from qwen35.engine.memory import Memory, Pool
 from qwen35.engine.sequence import Sequence
-from qwen35.errors import Unavailable
-
-
-class Pool(Protocol):
-    """Free blocks and slots (``state.pool.BlockPool``)."""
-
-    num_total_blocks: int  # that could ever be had
-
-    def can_allocate(self, num_blocks: int, num_slots: int = 0) -> bool: ...
-
-    def allocate_blocks(self, num_blocks: int) -> list[int]: ...
-
-    def free_blocks(self, block_ids: list[int]) -> None: ...
-
-    def allocate_slot(self) -> int: ...
-
-    def free_slot(self, slot: int) -> None: ...
 
 
 class Scheduler:
-    """``waiting`` and ``running`` belong to the engine's thread. Larger priorities first, equals by arrival; a
-    running sequence is not displaced. Among equals decodes go before prompts, but leave them a quarter of the budget;
-    where it does not reach everyone, those that were served longest ago come first. So nobody starves: prompts always
-    advance, and only so many can come as decodes end and free their slots."""
+    """``waiting`` and ``running`` belong to the engine's thread. Larger priorities first, equals by arrival; a running
+    sequence is displaced only by one of higher priority, or when blocks run out. Among equals decodes go before
+    prompts, but leave them a quarter of the budget; where it does not reach everyone, those that were served longest
+    ago come first. So nobody starves: prompts always advance, and only so many can come as decodes end and free their
+    slots."""
 
     def __init__(self, pool: Pool, *, block_tokens: int, max_batch_tokens: int) -> None:
-        self._pool = pool
-        self._block_tokens = block_tokens
+        self._memory = Memory(pool, block_tokens=block_tokens)
         self._max_batch_tokens = max_batch_tokens
         self._step = 0
+        self._order = itertools.count()
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.is_stalled = False  # sequences run, but all of them wait for blocks that are on their way
+        self.num_preemptions = 0
+        self.num_dropped_tokens = 0  # that had been computed and must be computed again
 
     def add(self, sequence: Sequence) -> None:
+        if sequence.order is None:
+            sequence.order = next(self._order)
         self.waiting.append(sequence)
-        self.waiting.sort(key=_waiting_order)  # stable: equals stay in order of arrival
+        self.waiting.sort(key=_rank)
 
     def next_batch(self) -> list[Piece]:
         """Admits whom it can and picks the pieces of the next step: at most ``max_batch_tokens`` inputs, none twice."""
+        self._grow()
         self._admit()
+        for sequence in self.running:
+            self._memory.extend_if_free(sequence, sequence.num_useful_tokens)
         self._step += 1
         pieces: list[Piece] = []
-        for priority in sorted({sequence.request.priority for sequence in self.running}, reverse=True):
-            equals = sorted((s for s in self.running if s.request.priority == priority), key=_turn)
+        ready = [sequence for sequence in self.running if sequence.has_room]
+        for priority in sorted({sequence.request.priority for sequence in ready}, reverse=True):
+            equals = sorted((s for s in ready if s.request.priority == priority), key=_turn)
             num_left = self._max_batch_tokens - _num_inputs(pieces)
             prompts = [sequence for sequence in equals if sequence.is_prefilling]
             num_wanted = sum(len(sequence.token_ids) - sequence.num_computed_tokens for sequence in prompts)
@@ -62,6 +57,7 @@ class Scheduler:
             decodes = [sequence for sequence in equals if not sequence.is_prefilling]
             pieces += self._fill(decodes, num_left - num_reserved)
             pieces += self._fill(prompts, self._max_batch_tokens - _num_inputs(pieces))
+        self.is_stalled = bool(self.running) and not pieces
         return pieces
 
     def _fill(self, sequences: list[Sequence], num_tokens: int) -> list[Piece]:
@@ -79,29 +75,43 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting or running, and give back what it holds."""
         (self.waiting if sequence in self.waiting else self.running).remove(sequence)
-        self._release(sequence)
+        self._memory.release(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        if sequence.block_ids:
-            self._pool.free_blocks(list(sequence.block_ids))
-        if sequence.slot is not None:
-            self._pool.free_slot(sequence.slot)
-        sequence.block_ids, sequence.slot = (), None
+    def _grow(self) -> None:
+        """Room for the next step of every running sequence. Where blocks run out and none are on their way, the last in
+        rank gives up its own."""
+        for sequence in sorted(self.running, key=_rank):
+            while sequence.slot is not None and not self._memory.extend(sequence, sequence.num_needed_tokens):
+                if self._memory.may_get_blocks:
+                    break
+                self._preempt(max(self.running, key=_rank))
 
     def _admit(self) -> None:
+        """Nobody overtakes: a large request would wait for ever. A block for each running sequence stays free, so that
+        a newcomer is not the next one to be preempted."""
         while self.waiting:
             sequence = self.waiting[0]
-            num_blocks = -(-sequence.max_total_tokens // self._block_tokens)
-            if not self._pool.can_allocate(num_blocks, num_slots=1):
-                return  # nobody overtakes: a large request would wait for ever
-            try:
-                sequence.block_ids = tuple(self._pool.allocate_blocks(num_blocks))
-                sequence.slot = self._pool.allocate_slot()
-            except Unavailable:  # the pool's own thread gave memory back in between
-                self._release(sequence)
+            if self._memory.start(sequence, num_spare_blocks=len(self.running)):
+                sequence.last_step = self._step  # behind those who have waited longer for their next chunk
+                self.running.append(self.waiting.pop(0))
+            elif not self._make_way(sequence):
                 return
-            sequence.last_step = self._step  # behind those who have waited longer for their next chunk
-            self.running.append(self.waiting.pop(0))
+
+    def _make_way(self, sequence: Sequence) -> bool:
+        """Preempts the last in rank for one of higher priority, provided that it can get all it needs that way."""
+        lower = [s for s in self.running if s.request.priority < sequence.request.priority]
+        if not lower or not self._memory.needs_room_of(sequence, len(self.running) - len(lower), lower):
+            return False
+        self._preempt(max(lower, key=_rank))
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self.num_dropped_tokens += sequence.num_computed_tokens
+        self.running.remove(sequence)
+        self._memory.release(sequence)
+        sequence.rewind()
+        self.add(sequence)
 
 
 def _piece(sequence: Sequence, num_tokens: int) -> Piece:
@@ -109,12 +119,14 @@ def _piece(sequence: Sequence, num_tokens: int) -> Piece:
     start = sequence.num_computed_tokens
     if sequence.is_prefilling:
         return Piece(sequence, start, num_decided=min(num_tokens, len(sequence.token_ids) - start))
-    drafts = sequence.drafts[: num_tokens - 1]
+    drafts = sequence.drafts[: min(num_tokens, sequence.num_held_tokens - start - 1) - 1]
     return Piece(sequence, start, num_decided=1, drafts=drafts, is_deferred=len(drafts) > 0)
 
 
-def _waiting_order(sequence: Sequence) -> tuple[int, float]:
-    return (-sequence.request.priority, sequence.request.arrival)
+def _rank(sequence: Sequence) -> tuple[int, float, int]:
+    """A total order: no two sequences take each other's blocks in turn."""
+    assert sequence.order is not None
+    return (-sequence.request.priority, sequence.request.arrival, sequence.order)
 
 
 def _turn(sequence: Sequence) -> tuple[int, float]:

@@ -1,9 +1,11 @@
 """One request on its way through the engine. A sequence stores little and derives the rest; it knows no model.
 
-Invariant: 0 <= num_computed_tokens < len(token_ids) <= max_total_tokens, and the blocks hold max_total_tokens tokens.
+Invariant: 0 <= num_computed_tokens < len(token_ids) <= max_total_tokens, and the blocks hold num_held_tokens tokens.
     token_ids [0, num_prompt_tokens) prompt, [num_prompt_tokens, end) generated: all decided, none is ever taken back
     KV        [0, num_computed_tokens) valid, in the target; what lies behind is overwritten
     GDN       num_computed_tokens - num_pending inputs applied, num_pending accepted ones waiting in the slot
+    draft KV  entries [1, num_drafted_tokens] valid; the hidden states of the inputs from there on, while drafting
+              pauses, in undrafted, unless they have become too many
     drafts    proposals for the positions after token_ids; the last decided token ("golden") has not been run yet
 """
 
@@ -33,7 +35,7 @@ class Decision:
 
 
 class Sequence:
-    """Owned by the engine's thread. ``block_ids`` and ``slot`` are set at admission by the scheduler."""
+    """Owned by the engine's thread. ``block_ids``, ``num_held_tokens`` and ``slot`` are written by ``Memory`` alone."""
 
     def __init__(
         self,
@@ -57,13 +59,19 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_pending = 0
         self.drafts: tuple[int, ...] = ()
+        self.max_draft_tokens = max_draft_tokens
+        self.draft_length = max_draft_tokens  # now; 0: drafting pauses
+        self.num_drafted_tokens = 0
+        self.undrafted: list[Tensor] = []  # [n, H] each, in order
+        self.is_draft_lost = False  # the pause grew too long: no more drafts
         self.block_ids: tuple[int, ...] = ()
+        self.num_held_tokens = 0  # that the blocks have room for
         self.slot: int | None = None  # None: waiting
+        self.order: int | None = None  # of coming to the scheduler; breaks ties of rank
         self.last_step = -1  # of the scheduler, in which this sequence was run
         self.finish_reason: str | None = None
         self.error: Qwen35Error | None = None
         self.times = {"arrival": time.time_ns() - max(0, int((time.monotonic() - request.arrival) * 1e9))}
-        self._max_draft_tokens = max_draft_tokens
         self._text = text
         self._next_rotary_position = int(request.positions.max()) + 1
         self._num_draft_tokens = 0
@@ -92,12 +100,38 @@ class Sequence:
     @property
     def uses_draft(self) -> bool:
         """Whether a draft can ever be verified: with less than three tokens to generate or k = 0 it cannot."""
-        return min(self._max_draft_tokens, self.max_total_tokens - self.num_prompt_tokens - 2) > 0
+        return min(self.max_draft_tokens, self.max_total_tokens - self.num_prompt_tokens - 2) > 0
 
     @property
     def num_wanted_drafts(self) -> int:
-        """Drafts worth proposing after the decided tokens: the bonus token needs a place too."""
-        return max(0, min(self._max_draft_tokens, self.max_total_tokens - len(self.token_ids) - 1))
+        """Drafts worth proposing after the decided tokens: the bonus token needs a place too. The draft's entry of
+        the last one is not written yet, so that there may be one more than there is room for."""
+        num_decided = len(self.token_ids)
+        room = min(self.max_total_tokens - num_decided - 1, self.num_held_tokens - num_decided + 1)
+        return 0 if self.is_draft_lost else max(0, min(self.draft_length, room))
+
+    @property
+    def num_undrafted_tokens(self) -> int:
+        return sum(len(hidden) for hidden in self.undrafted)
+
+    @property
+    def num_needed_tokens(self) -> int:
+        """Room that the next step cannot do without: the decided tokens, and the draft's entry of the next one."""
+        return len(self.token_ids) + 1
+
+    @property
+    def num_useful_tokens(self) -> int:
+        """Room for a verify of all drafts, and for those that are proposed after it."""
+        return min(self.max_total_tokens, self.num_needed_tokens + 2 * self.max_draft_tokens)
+
+    @property
+    def has_room(self) -> bool:
+        return self.num_held_tokens >= self.num_needed_tokens
+
+    def rewind(self) -> None:
+        """Nothing of it is computed any more (its memory is gone); what was decided stays."""
+        self.num_computed_tokens = self.num_pending = self.num_drafted_tokens = 0
+        self.drafts, self.undrafted, self.is_draft_lost = (), [], False
 
     def rotary_positions(self, start: int, end: int) -> Tensor:
         """[3, end - start] int64 for the tokens [start, end): the prompt's own, then one more on all axes each

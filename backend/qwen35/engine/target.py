@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from qwen35.engine.accept import accept
-from qwen35.engine.batch import Piece, Target, batch_view, embed, logit_rows
+from qwen35.engine.batch import Piece, Target, batch_view, embed, logit_rows, pending_view
+from qwen35.engine.draft_length import Costs
 from qwen35.engine.logprobs import token_logprobs
 from qwen35.engine.sampler import choose
-from qwen35.engine.sequence import Decision
+from qwen35.engine.sequence import Decision, Sequence
 from qwen35.errors import InternalError
 from qwen35.views import CacheView
 
@@ -19,13 +20,17 @@ from qwen35.views import CacheView
 class TargetRunner:
     """``cache`` is written in place by every run."""
 
-    def __init__(self, target: Target, cache: CacheView, device: torch.device) -> None:
+    def __init__(self, target: Target, cache: CacheView, device: torch.device, costs: Costs) -> None:
+        """``costs`` learns what steps of decodes alone take."""
+        self._costs = costs
+        self._started = 0.0
         self._target = target
         self._cache = cache
         self._device = device
 
     def run(self, pieces: SequenceOf[Piece]) -> Tensor:
         """Hidden states after the final norm of all inputs, [T, H]."""
+        self._started = self._costs.clock()
         embeds = embed(pieces, self._target, self._device)
         return self._target.forward(embeds, batch_view(pieces, self._device), self._cache)
 
@@ -43,7 +48,31 @@ class TargetRunner:
             own = slice(first, end)
             decisions.append(_decide(piece, logits[own], choices.token_ids[own], choices.is_valid[own]))
             first = end
+        if all(piece.num_decided == 1 for piece in pieces):
+            self._costs.target.add(sum(piece.num_inputs for piece in pieces), self._costs.clock() - self._started)
         return decisions
+
+    def materialise(self, sequence: Sequence, position: int) -> None:
+        """Brings the gated delta state and the conv window in the sequence's slot to its first ``position`` tokens, a
+        place inside the run that was accepted last: whoever copies the slot finds the state that a run of just those
+        tokens leaves. Inputs behind ``position`` stay pending, and the sequence goes on as if nothing had happened.
+
+        Raises ValueError for a position that the state has passed, or that has not been computed."""
+        applied = sequence.num_computed_tokens - sequence.num_pending
+        if not applied <= position <= sequence.num_computed_tokens:
+            raise ValueError(
+                f"position: expected {applied} to {sequence.num_computed_tokens} (applied and computed tokens), "
+                f"got {position}"
+            )
+        num_inputs = position - applied
+        if num_inputs == 0:
+            return
+        self._target.apply_pending(pending_view(sequence, num_inputs, self._device), self._cache)
+        sequence.num_pending -= num_inputs
+        for view in self._cache.gated_delta:
+            for rows in (view.pending_inputs, view.pending_decay, view.pending_beta):
+                own = rows[sequence.slot]
+                own[: sequence.num_pending] = own[num_inputs : num_inputs + sequence.num_pending].clone()
 
 
 def _decide(piece: Piece, logits: Tensor, choices: SequenceOf[int], is_valid: SequenceOf[bool]) -> Decision:

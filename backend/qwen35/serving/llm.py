@@ -40,7 +40,7 @@ class TritonPythonModel:
         settings = settings_of(args)
         config = ModelConfig.from_directory(settings.checkpoint)
         self._settings = settings
-        self._state = SharedState.attach(settings, config, args["model_instance_name"], call_state_manager)
+        self._state = SharedState.attach(settings, config, args["model_instance_name"], self._call_state_manager)
         try:
             if not self._state.holder.wait_for_predecessors(settings.request_timeout_seconds):
                 raise StateError("llm: expected the unloaded instance to end, got it alive with its weights in memory")
@@ -79,6 +79,12 @@ class TritonPythonModel:
         closing.join(STOP_SECONDS)
         if has_ended:  # else a thread may still write: the blocks are free when this process has ended
             self._state.close()
+
+    def _call_state_manager(self, message: dict[str, Any]) -> dict[str, Any]:
+        """By any thread. Raises Unavailable when the manager does, or there is no server."""
+        if not self._server.is_alive:
+            raise Unavailable(f"{STATE_MANAGER}: expected a server to reach it through, got one that is dead")
+        return call_state_manager(message)
 
     def _on_fault(self, what: str, error: BaseException) -> None:
         log_fault(pb_utils, self._server, f"llm: {what}", error)
@@ -123,7 +129,7 @@ class TritonPythonModel:
 
 
 def call_state_manager(message: dict[str, Any]) -> dict[str, Any]:
-    """One operation by BLS. Raises Unavailable with the manager's message; may be called by any thread."""
+    """One operation by BLS. Raises Unavailable with the manager's message."""
     request = pb_utils.InferenceRequest(
         model_name=STATE_MANAGER,
         requested_output_names=["result"],

@@ -1,11 +1,15 @@
 """What Triton's metrics endpoint shows of the llm. Triton's own request duration says nothing of a model whose execute
 returns at once, so the times to the first token and between tokens are measured here, where the responses leave.
 
-Pure: ``pb_utils`` comes as an argument."""
+Each call of a Triton metric is an exchange with the server's process, which dies if this one is killed amid it. So the
+sender only notes what happened, and once a second everything is told at once. ``pb_utils`` comes as an argument.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,69 +18,108 @@ from qwen35.engine.request import Emission
 from qwen35.serving.process import ServerProcess
 from qwen35.serving.ticket import Ticket
 
-_FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_GAUGE_SECONDS = 1.0
-_INTER_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+PERIOD_SECONDS = 1.0
+_COUNTERS = {
+    "input_tokens_total": "Prompt tokens of requests that got a response",
+    "output_tokens_total": "Tokens delivered",
+    "draft_tokens_total": "Draft tokens that the target has verified",
+    "accepted_draft_tokens_total": "Draft tokens accepted and delivered",
+    "requests_total": "Requests that ended with a finish reason",
+    "failed_requests_total": "Requests that ended with an error",
+}
+_ENGINE_TOTALS = {  # the engine's name, ours
+    "num_preemptions": ("preemptions_total", "Running requests that gave up their memory for another"),
+    "num_lost_drafts": ("lost_drafts_total", "Requests whose drafting paused for too long to resume"),
+}
+_GAUGES = {
+    "running_requests": "Requests that hold a slot",
+    "waiting_requests": "Requests that wait for a slot",
+}
+_HISTOGRAMS = {
+    "time_to_first_token_seconds": (
+        "From the arrival of a request to its first response",
+        (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+    ),
+    "inter_token_latency_seconds": (
+        "Time since the response before, divided by the tokens of this one; one sample a response",
+        (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5),
+    ),
+}
 
 
 class ServingMetrics:
-    """Counters follow what was delivered; gauges what the engine holds now."""
+    """Counters follow what was delivered, gauges show what the engine holds. ``sent`` and ``watched`` each belong to
+    one thread."""
 
     def __init__(self, pb_utils: Any, labels: dict[str, str], server: ServerProcess) -> None:
         self._pb_utils, self._labels, self._server = pb_utils, labels, server
-        self._next_gauges = 0.0
         self._families: list[Any] = []  # a metric dies with its family
-        self._first_token = self._histogram(
-            "time_to_first_token_seconds", "From the arrival of a request to its first response", _FIRST_TOKEN_SECONDS
-        )
-        self._inter_token = self._histogram(
-            "inter_token_latency_seconds", "Time between responses for each token in them", _INTER_TOKEN_SECONDS
-        )
-        self._input_tokens = self._counter("input_tokens_total", "Prompt tokens of requests that got a response")
-        self._output_tokens = self._counter("output_tokens_total", "Tokens delivered")
-        self._drafted = self._counter("draft_tokens_total", "Draft tokens that the target has verified")
-        self._accepted = self._counter("accepted_draft_tokens_total", "Draft tokens accepted and delivered")
-        self._requests = self._counter("requests_total", "Requests that ended with a finish reason")
-        self._failures = self._counter("failed_requests_total", "Requests that ended with an error")
-        self._running = self._gauge("running_requests", "Requests that hold a slot")
-        self._waiting = self._gauge("waiting_requests", "Requests that wait for a slot")
+        kinds = pb_utils.MetricFamily
+        self._counters = {name: self._metric(name, text, kinds.COUNTER) for name, text in _COUNTERS.items()}
+        self._totals = {name: self._metric(*metric, kinds.COUNTER) for name, metric in _ENGINE_TOTALS.items()}
+        self._told = dict.fromkeys(self._totals, 0)
+        self._gauges = {name: self._metric(name, text, kinds.GAUGE) for name, text in _GAUGES.items()}
+        self._histograms = {
+            name: self._metric(name, text, kinds.HISTOGRAM, buckets) for name, (text, buckets) in _HISTOGRAMS.items()
+        }
+        self._shown: dict[str, int] = {}  # gauge -> the value that the server has
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()  # this and the next: noted, not told yet
+        self._samples: list[tuple[str, float]] = []
+        self._next_time = 0.0
 
     def sent(self, ticket: Ticket, emission: Emission) -> None:
         """A response left that ends with this emission; ``ticket`` still tells of the one before it."""
-        if not self._server.is_alive:
-            return
         usage, before = emission.usage, ticket.usage
         num_new_tokens = usage.num_output_tokens - before.num_output_tokens
+        counts = {
+            "output_tokens_total": num_new_tokens,
+            "draft_tokens_total": usage.num_draft_tokens - before.num_draft_tokens,
+            "accepted_draft_tokens_total": usage.num_accepted_draft_tokens - before.num_accepted_draft_tokens,
+        }
+        if emission.is_final:
+            counts["requests_total" if emission.error is None else "failed_requests_total"] = 1
+        samples = []
         if ticket.last_sent is None and num_new_tokens > 0:
-            self._first_token.observe((time.time_ns() - ticket.resolved.arrival_unix_ns) / 1e9)
-            self._input_tokens.increment(usage.num_input_tokens)
+            counts["input_tokens_total"] = usage.num_input_tokens
+            seconds = (time.time_ns() - ticket.resolved.arrival_unix_ns) / 1e9
+            samples.append(("time_to_first_token_seconds", seconds))
         elif ticket.last_sent is not None and num_new_tokens > 0:
             seconds = (time.monotonic() - ticket.last_sent) / num_new_tokens
-            for _ in range(num_new_tokens):
-                self._inter_token.observe(seconds)
-        self._output_tokens.increment(num_new_tokens)
-        self._drafted.increment(usage.num_draft_tokens - before.num_draft_tokens)
-        self._accepted.increment(usage.num_accepted_draft_tokens - before.num_accepted_draft_tokens)
-        if emission.is_final:
-            (self._requests if emission.error is None else self._failures).increment(1)
+            samples.append(("inter_token_latency_seconds", seconds))
+        with self._lock:
+            self._counts.update(counts)
+            self._samples += samples
 
     def watched(self, metrics: EngineMetrics) -> None:
-        if time.monotonic() < self._next_gauges or not self._server.is_alive:
+        """To be called often; tells the server once a second."""
+        now = time.monotonic()
+        if now < self._next_time or not self._server.is_alive:
             return
-        self._next_gauges = time.monotonic() + _GAUGE_SECONDS
-        self._running.set(metrics.num_running_requests)
-        self._waiting.set(metrics.num_waiting_requests)
+        self._next_time = now + PERIOD_SECONDS
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+            samples, self._samples = self._samples, []
+        for name, count in counts.items():
+            if count:
+                self._counters[name].increment(count)
+        for name, counter in self._totals.items():
+            total = getattr(metrics, name)  # the engine's thread may go on counting
+            if total != self._told[name]:
+                counter.increment(total - self._told[name])
+                self._told[name] = total
+        for name, seconds in samples:
+            self._histograms[name].observe(seconds)
+        self._show("running_requests", metrics.num_running_requests)
+        self._show("waiting_requests", metrics.num_waiting_requests)
 
-    def _counter(self, name: str, description: str) -> Any:
-        return self._metric(name, description, self._pb_utils.MetricFamily.COUNTER)
+    def _show(self, name: str, value: int) -> None:
+        if self._shown.get(name) != value:
+            self._gauges[name].set(value)
+            self._shown[name] = value
 
-    def _gauge(self, name: str, description: str) -> Any:
-        return self._metric(name, description, self._pb_utils.MetricFamily.GAUGE)
-
-    def _histogram(self, name: str, description: str, buckets: Sequence[float]) -> Any:
-        return self._metric(name, description, self._pb_utils.MetricFamily.HISTOGRAM, buckets=list(buckets))
-
-    def _metric(self, name: str, description: str, kind: Any, **options: Any) -> Any:
+    def _metric(self, name: str, description: str, kind: Any, buckets: Sequence[float] | None = None) -> Any:
         family = self._pb_utils.MetricFamily(name=f"qwen35_{name}", description=description, kind=kind)
         self._families.append(family)
+        options = {} if buckets is None else {"buckets": list(buckets)}
         return family.Metric(labels=self._labels, **options)

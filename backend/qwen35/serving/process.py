@@ -13,6 +13,7 @@ from dataclasses import replace
 from io import TextIOWrapper
 from pathlib import Path
 
+from qwen35.errors import StateError
 from qwen35.settings import Settings
 from qwen35.state.segments import arena_name_of_server
 
@@ -71,5 +72,18 @@ def settings_of(args: Mapping[str, str], environment: Mapping[str, str] | None =
     return replace(
         settings,
         checkpoint=str((root / settings.checkpoint).resolve()),
-        arena_name=settings.arena_name or arena_name_of_server(os.getppid()),
+        arena_name=settings.arena_name or arena_name_of_server(_server_pid()),
     )
+
+
+def _server_pid() -> int:
+    """The parent, which has Triton's libraries mapped. A stub whose server died meanwhile has another one and must not
+    name an arena after it: nobody would ever sweep that."""
+    pid = os.getppid()
+    try:
+        is_server = "libtriton" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8", errors="replace")
+    except PermissionError:  # a server of another user, which this process can't tell from anything else
+        is_server = True
+    if not is_server:
+        raise StateError(f"server: expected tritonserver as the parent of this process, got pid {pid}; is it dead?")
+    return pid

@@ -28,7 +28,7 @@ IDLE_SECONDS = 0.02  # of the engine's thread; a request wakes it earlier, memor
 WATCH_SECONDS = 0.02
 CLAIM_SECONDS = 5.0  # for the state manager to answer
 DEADLINE_GRACE_SECONDS = 10.0  # for the engine to end what is late
-REPLY_WATCH_SECONDS = 0.1  # asking Triton about a client costs a message to the server's process
+REPLY_WATCH_SECONDS = 0.25  # asking Triton about a client costs an exchange with the server's process
 MAX_FAILED_STEPS = 3  # one after the other; then the engine is given up
 
 

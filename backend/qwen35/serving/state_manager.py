@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from qwen35.serving.process import ServerProcess, prepare_process, settings_of
 from qwen35.serving.tensors import text_of, text_tensor, triton_error
 from qwen35.state import segments
 from qwen35.state.arena import Arena
+from qwen35.state.fence import Fence
 from qwen35.state.fingerprint import fingerprint
 from qwen35.state.geometry import Geometry
 from qwen35.state.manager import Manager, Stats
@@ -44,14 +46,17 @@ class TritonPythonModel:
         manager = Manager(self._arena, unclaimed_lease_seconds=settings.unclaimed_lease_seconds)
         self._operations = Operations(manager)
         self._gauges = Gauges(server)
+        log = partial(_log, server)
+        self._fence = Fence(self._arena.tables, log)
         self._watch = Watch(
             manager,
             period_seconds=settings.heartbeat_seconds,
             reload=reload_watched_model,
             on_stats=self._gauges.show,
-            log=lambda text: server.is_alive and pb_utils.Logger.log_warn(f"state_manager: {text}"),
+            log=log,
         )
         self._watch.start()
+        self._fence.start()
         server.when_gone(self.finalize)
         parts = ", ".join(f"{name} {num_bytes}" for name, num_bytes in geometry.bytes_by_part().items())
         pb_utils.Logger.log_info(f"state_manager: arena {self._arena.name}, bytes: {parts}")
@@ -60,6 +65,7 @@ class TritonPythonModel:
         return [self._respond(request) for request in requests]
 
     def finalize(self) -> None:
+        self._fence.stop(STOP_SECONDS)
         self._watch.stop(STOP_SECONDS)
         self._arena.close()
 
@@ -106,6 +112,11 @@ class Gauges:
         family = pb_utils.MetricFamily(name=f"qwen35_{name}", description=description, kind=pb_utils.MetricFamily.GAUGE)
         self._families.append(family)
         return {state: family.Metric(labels={"state": state}) for state in states}
+
+
+def _log(server: ServerProcess, text: str) -> None:
+    if server.is_alive:
+        pb_utils.Logger.log_warn(f"state_manager: {text}")
 
 
 def reload_watched_model() -> None:

@@ -101,7 +101,7 @@ class BlockPool:
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._closing = threading.Event()
-        self._is_source_empty = False
+        self._empty: set[str] = set()  # kinds of which the source had nothing when it was asked last
         self._thread: threading.Thread | None = None
 
     @property
@@ -124,6 +124,19 @@ class BlockPool:
     def num_used_slots(self) -> int:
         with self._mutex:
             return len(self._slots.used)
+
+    @property
+    def may_get_blocks(self) -> bool:
+        """Whether free blocks may come without anybody here giving some back: not all there are have been acquired,
+        and the source had some when it was asked last."""
+        with self._mutex:
+            return len(self._blocks.home) < self.num_total_blocks and "block" not in self._empty
+
+    @property
+    def may_get_slots(self) -> bool:
+        """The same of slots."""
+        with self._mutex:
+            return len(self._slots.home) < self.num_total_slots and "slot" not in self._empty
 
     def can_allocate(self, num_blocks: int, num_slots: int = 0) -> bool:
         """True when so many are free now; else the pool asks its source for them (in the background), for as long as
@@ -176,7 +189,7 @@ class BlockPool:
 
     def refill(self) -> bool:
         """One round: grow to the reserve, give idle extents back, beat. True when the pool has grown."""
-        self._is_source_empty = False
+        self._empty = set()
         has_grown = self._grow(self._blocks) | self._grow(self._slots)
         self._give_back(self._source.is_under_pressure)
         self._source.beat(self.num_used_blocks, self.num_used_slots)
@@ -215,8 +228,8 @@ class BlockPool:
                 self.refill()
             except Exception as error:  # whatever the call raised, the next round may succeed
                 on_error(error)
-                self._is_source_empty = True
-            if self._is_source_empty:
+                self._empty = {"block", "slot"}
+            if self._empty:
                 self._closing.wait(RETRY_SECONDS)
             self._wake.wait(period_seconds)
 
@@ -251,7 +264,7 @@ class BlockPool:
             count = -(-missing // unit) * unit
             extent = self._source.acquire(count if is_block else 0, 0 if is_block else count)
             if extent is None:
-                self._is_source_empty = True
+                self._empty.add(shelf.kind)
                 return has_grown
             with self._mutex:
                 shelf.add(extent, extent.block_ids if is_block else extent.slots, time.monotonic())

@@ -31,13 +31,12 @@ class DenseWeights:
     def held_bytes(self) -> int:
         return self._held_bytes
 
-    def blocks(self, weight: LinearWeight, dtype: torch.dtype) -> Iterator[tuple[int, int, Tensor]]:
-        """(first row, end, rows of weight [N, K] transposed [K, rows]) in pieces that depend on the shape alone."""
+    def blocks(self, weight: LinearWeight, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The weight [N, K] transposed, [K, rows] at a time, in pieces that depend on its shape alone."""
         num_rows, width = weight.shape
         step = max(16, _BLOCK_BYTES // (width * dtype.itemsize) // 16 * 16)
         for start in range(0, num_rows, step):
-            stop = min(start + step, num_rows)
-            yield start, stop, self.matrix(weight, dtype, rows=(start, stop))
+            yield self.matrix(weight, dtype, rows=(start, min(start + step, num_rows)))
 
     def matrix(
         self, weight: LinearWeight, dtype: torch.dtype, expert: int | None = None, rows: tuple[int, int] | None = None

@@ -37,13 +37,13 @@ def linear(
     tiled = pad_rows(rows, dtype)  # [tiles * 16, K]
     if quantize_inputs:
         tiled = quantize_activation(tiled, weight)
-    out = tiled.new_empty(tiled.shape[0], weight.shape[0])
-    for start, stop, matrix in dense.blocks(weight, dtype):
-        multiply_tiles(tiled, matrix, out[:, start:stop])
+    blocks = [multiply_tiles(tiled, matrix) for matrix in dense.blocks(weight, dtype)]
+    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
     out = out[:num_rows]
     if bias is not None:
         out = out + bias
-    return out.to(out_dtype).view(*x.shape[:-1], weight.shape[0])
+    out = out.to(out_dtype)
+    return out if x.ndim == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
 def pad_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
@@ -57,10 +57,14 @@ def pad_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
     return tiled
 
 
-def multiply_tiles(tiled: Tensor, matrix: Tensor, out: Tensor) -> None:
-    """out [T', N] = tiled [T', K] @ matrix [K, N], a tile at a time."""
+def multiply_tiles(tiled: Tensor, matrix: Tensor) -> Tensor:
+    """tiled [T', K] @ matrix [K, N] -> [T', N], a tile at a time."""
+    if tiled.shape[0] == TILE_ROWS:
+        return torch.mm(tiled, matrix)
+    out = tiled.new_empty(tiled.shape[0], matrix.shape[1])
     for rows, result in zip(tiles_of(tiled), tiles_of(out), strict=True):
         torch.mm(rows, matrix, out=result)
+    return out
 
 
 def tiles_of(rows: Tensor) -> tuple[Tensor, ...]:

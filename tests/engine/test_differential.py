@@ -1,0 +1,142 @@
+"""Random schedules against solo runs, and faults that they must find.
+
+`pytest tests/engine/test_differential.py --schedules 3000` plays more of them than the 100 of every run."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+from qwen35.engine.batch import Piece
+from qwen35.engine.sequence import Sequence
+from qwen35.kernels.reference import attention, gated_delta, plan
+from tests.engine import differential
+from tests.engine.differential import play, schedule
+
+NUM_LOOKED_AT = 12
+
+
+def test_every_request_equals_its_solo_run(schedule_seed):
+    play(schedule(schedule_seed))
+
+
+def test_schedules_reach_what_they_are_for():
+    """Else they would show nothing: accepted and rejected drafts, cancelled and preempted requests, images."""
+    engines = [play(schedule(seed)) for seed in range(NUM_LOOKED_AT)]
+    drafted = sum(engine.metrics.num_draft_tokens for engine in engines)
+    accepted = sum(engine.metrics.num_accepted_draft_tokens for engine in engines)
+    assert min(accepted, drafted - accepted) > 30
+    assert sum(engine.metrics.num_failed_requests for engine in engines) > 1
+    assert sum(engine.metrics.num_preemptions for engine in engines) > 3
+    images = [visit for seed in range(NUM_LOOKED_AT) for visit in schedule(seed).visits if visit.index % 4 == 3]
+    assert len(images) > 5
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_storm_of_cancels_leaves_the_survivor_alone(seed):
+    """Twenty requests come and are cancelled within a few steps, in the slots and blocks of one that stays."""
+    made = schedule(seed)
+    draw = random.Random(seed)
+    stays = dataclasses.replace(made.visits[0], uid=0, arrives=0, cancelled=None)
+    storm = tuple(
+        dataclasses.replace(draw.choice(made.visits), uid=uid, arrives=uid % 7, cancelled=uid % 7 + draw.randint(0, 4))
+        for uid in range(1, 21)
+    )
+    engine = play(dataclasses.replace(made, visits=(stays, *storm)))
+    assert engine.metrics.num_failed_requests > 10 and engine.metrics.num_finished_requests > 0
+
+
+def replay_off_by_one(monkeypatch):
+    """One accepted input too few goes into the state."""
+    commit = Sequence.commit
+
+    def faulty(self, *args, **kwargs):
+        commit(self, *args, **kwargs)
+        self.num_pending = max(0, self.num_pending - 1)
+
+    monkeypatch.setattr(Sequence, "commit", faulty)
+
+
+def stale_conv_window(monkeypatch):
+    """The recurrent state takes the accepted inputs, the convolution's columns stay behind."""
+    run = gated_delta._run
+
+    def faulty(sequence, columns, steps, view, out):
+        before = view.conv[sequence.slot].clone()
+        run(sequence, columns, steps, view, out)
+        if sequence.defer and sequence.num_pending:
+            view.conv[sequence.slot] = before
+
+    monkeypatch.setattr(gated_delta, "_run", faulty)
+
+
+def own_chunk_unrounded(monkeypatch):
+    """Keys of the chunk that is being run are used as they were computed, not as the cache keeps them."""
+    write, partition = attention._write, attention._partition
+    written: list[torch.Tensor] = []
+
+    def keep(cache, index, values, scale):
+        written.append(values)
+        write(cache, index, values, scale)
+
+    def faulty(view, sequence, start, dtype):
+        keys, values = partition(view, sequence, start, dtype)  # [Hkv, D, L]
+        low, high = max(start, sequence.kv_start), min(start + keys.shape[-1], sequence.kv_stop)
+        if low < high:
+            first = sequence.start + low - sequence.kv_start
+            own = written[-2][first : first + high - low]  # keys come before values
+            keys[:, :, low - start : high - start] = own.to(dtype).permute(1, 2, 0)
+        return keys, values
+
+    monkeypatch.setattr(attention, "_write", keep)
+    monkeypatch.setattr(attention, "_partition", faulty)
+
+
+def slot_reused_without_reset(monkeypatch):
+    """A sequence starts from whatever its slot holds."""
+    monkeypatch.setattr(plan.SequencePlan, "is_fresh", property(lambda self: False))
+
+
+def penalties_blind_to_drafts(monkeypatch):
+    """The rows of a verify all see the decided tokens alone."""
+    row = Sequence.row
+    monkeypatch.setattr(Sequence, "row", lambda self, drafts=(): dataclasses.replace(row(self, drafts), drafts=()))
+
+
+def drafts_at_the_wrong_position(monkeypatch):
+    """The rotary positions of a verify are those of one token later."""
+    shift = property(lambda self: self.sequence.rotary_positions(
+        self.start - self.is_draft_pass, self.end - self.is_draft_pass) + self.is_deferred)  # fmt: skip
+    monkeypatch.setattr(Piece, "rotary_positions", shift)
+
+
+def preempted_state_kept(monkeypatch):
+    """A preempted sequence does not run all of its tokens again."""
+    rewind = Sequence.rewind
+
+    def faulty(self):
+        rewind(self)
+        self.num_computed_tokens = max(0, self.num_generated_tokens - 1)
+
+    monkeypatch.setattr(Sequence, "rewind", faulty)
+
+
+FAULTS = [preempted_state_kept, replay_off_by_one, stale_conv_window, own_chunk_unrounded, slot_reused_without_reset,
+          penalties_blind_to_drafts, drafts_at_the_wrong_position]  # fmt: skip
+
+
+@pytest.fixture
+def own_solo_runs():
+    """Solo runs with the fault: it must show by what differs between schedules, as one in the code would."""
+    differential.solo.cache_clear()
+    yield
+    differential.solo.cache_clear()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_found(monkeypatch, own_solo_runs, fault):
+    fault(monkeypatch)
+    with pytest.raises(AssertionError, match="seed"):
+        for seed in range(100):
+            play(schedule(seed))
