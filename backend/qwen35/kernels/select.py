@@ -18,8 +18,8 @@ def select_ops(settings: Settings, device: torch.device | str) -> Ops:
     """Operations for `settings.kernels` on `device`; the reference runs on every device of torch.
 
     auto: the native ones for bfloat16 activations on a CPU, the reference otherwise and, with a warning, where they are
-    not built. cpu: the native ones, else ConfigError. Sets the number of torch's threads in this process: the bits of the
-    reference's matrix products depend on it.
+    not built. cpu: the native ones, else ConfigError. Sets the number of torch's threads in this process: the bits of
+    the reference's matrix products depend on it.
     """
     device = torch.device(device)  # an unknown device is an error here, not at the first layer
     torch.set_num_threads(settings.num_threads)
