@@ -1,4 +1,4 @@
-# make demo | serve | test | test-fast | lint | venv | clean          (README.md tells what each does)
+# make demo | serve | test | test-fast | lint | venv | native | clean          (README.md tells what each does)
 #
 #   HTTP_PORT, GRPC_PORT, METRICS_PORT   where the server listens; two servers need different ones
 #   ADDRESS                              0.0.0.0 to be reached from other machines
@@ -16,23 +16,23 @@ RUN := .venv/bin/python
 SERVER_ARGS = --http-port '$(HTTP_PORT)' --grpc-port '$(GRPC_PORT)' --metrics-port '$(METRICS_PORT)' \
 	--address '$(ADDRESS)' --checkpoint '$(CHECKPOINT)'
 
-.PHONY: demo serve test test-fast test-server lint venv clean
+.PHONY: demo serve test test-fast test-server lint venv native clean
 .NOTPARALLEL:
 
-demo: venv
+demo: venv native
 	@$(RUN) -m build.demo_run $(SERVER_ARGS)
 
-serve: venv
+serve: venv native
 	@$(RUN) -m build.serve $(SERVER_ARGS)
 
 test: test-fast test-server
 
 # Two processes of one thread each beat one of two: the tests are too small for threads.
 test-fast test-server: export OMP_NUM_THREADS = 1
-test-fast: venv
+test-fast: venv native
 	$(RUN) -m pytest -m "not server" -n 2 $(PYTEST_ARGS)
 
-test-server: venv
+test-server: venv native
 	$(RUN) -m pytest -m server $(PYTEST_ARGS)
 
 lint: venv
@@ -42,8 +42,12 @@ lint: venv
 venv:
 	@build/venv.sh $(if $(PYTHON),'$(PYTHON)')
 
+# Without a compiler the torch reference serves, with a warning.
+native: venv
+	-@$(RUN) -m build.native
+
 # Keeps .venv and the state of a training run (.cache/demo-train).
 clean:
-	rm -rf .cache/backends .cache/checkpoints .cache/logs .cache/run .cache/setuptools
+	rm -rf .cache/backends .cache/checkpoints .cache/native .cache/logs .cache/run .cache/setuptools
 	rm -rf .pytest_cache .ruff_cache .hypothesis model_repository/llm/1/checkpoint
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from build import native
 from qwen35 import LLM, SamplingParams
 from qwen35.errors import CheckpointError, InvalidArgument
 from tests.drafters import OracleDrafter
@@ -48,8 +49,17 @@ def checkpoint(tmp_path_factory):
     return make_tiny_checkpoint(tmp_path_factory.mktemp("llm") / "checkpoint")
 
 
+@pytest.fixture(scope="module", params=["reference", "cpu"], autouse=True)
+def kernels(request):
+    """All of this module for each implementation of the arithmetic."""
+    if request.param == "cpu":
+        native.build()
+    SMALL["kernels"] = request.param
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def plain(checkpoint):
+def plain(checkpoint, kernels):
     """What k = 0 says, each prompt alone."""
     llm = LLM(checkpoint, num_draft_tokens=0, **SMALL)
     return {id(s): [llm.generate([prompt], s)[0] for prompt in PROMPTS] for s in (GREEDY, SAMPLED)}

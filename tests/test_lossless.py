@@ -3,6 +3,7 @@ among them, greedy and sampled, for several draft lengths, and with a draft that
 
 import pytest
 
+from build import native
 from build.demo.config import CHECKPOINT_DIR
 from build.demo.heldout import Item, load
 from build.demo.images import render
@@ -43,8 +44,17 @@ def outcome(completions: list[Completion]) -> list[tuple]:
     return [(c.token_ids, c.text, c.finish_reason, c.logprobs, c.cumulative_logprob) for c in completions]
 
 
+@pytest.fixture(scope="module", params=["reference", "cpu"], autouse=True)
+def kernels(request) -> str:
+    """All of this module for each implementation of the arithmetic."""
+    if request.param == "cpu":
+        native.build()
+    SETTINGS["kernels"] = request.param
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def plain() -> dict[str, list[Completion]]:
+def plain(kernels) -> dict[str, list[Completion]]:
     llm = LLM(CHECKPOINT_DIR, num_draft_tokens=0, **SETTINGS)
     return {kind: generate(llm, kind) for kind in SAMPLINGS}
 

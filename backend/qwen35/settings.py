@@ -17,7 +17,7 @@ class Settings:
     checkpoint: str = "llm/1/checkpoint"  # relative: to the model repository's root
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # activations: auto (the checkpoint's), bfloat16, float32, float64
-    kernels: str = "auto"  # auto, reference
+    kernels: str = "auto"  # auto (native code when it is built and fits), cpu (native), reference (torch)
     num_threads: int = 1  # of each process that computes; matrix products have the same bits for one number only
     activations: str = "dense"  # inputs of NVFP4 linears: dense (W4A16), nvfp4 (W4A4 with the static input scale)
     num_draft_tokens: int = 3  # 0: no draft is loaded
@@ -74,7 +74,7 @@ _POSITIVE = (
 
 _CHOICES = {
     "dtype": ("auto", "bfloat16", "float32", "float64"),
-    "kernels": ("auto", "reference"),
+    "kernels": ("auto", "cpu", "reference"),
     "draft_length": ("fixed", "adaptive"),
     "activations": ("dense", "nvfp4"),
     "kv_cache_dtype": ("auto", "bfloat16", "fp8", "float32", "float64"),

@@ -9,6 +9,7 @@ from qwen35.views import BatchView, KVView
 from tests.caches import Piece, batch_view, garbage, kv_view
 
 HEADS, KV_HEADS, WIDTH, SCALE = 4, 2, 32, 32**-0.5
+OPS = ReferenceOps()  # see conftest.py
 LENGTH = 300  # more than one partition
 BLOCKS = [*range(19, 0, -1)]  # 19 * 16 = 304 rows, in reverse
 KV_DTYPES = [
@@ -27,7 +28,7 @@ def inputs(length: int = LENGTH, dtype: torch.dtype = torch.float32, seed: int =
 
 
 def run(view: KVView, batch: BatchView, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return ReferenceOps().paged_attention(query, key, value, view, batch, SCALE)
+    return OPS.paged_attention(query, key, value, view, batch, SCALE)
 
 
 def in_chunks(view: KVView, tensors: tuple[Tensor, ...], sizes: list[int], first_kv: int = 0) -> Tensor:

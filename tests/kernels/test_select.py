@@ -3,15 +3,37 @@
 import pytest
 import torch
 
+from qwen35.errors import ConfigError
+from qwen35.kernels.cpu import CpuOps
 from qwen35.kernels.reference import ReferenceOps
 from qwen35.kernels.select import select_ops
 from qwen35.nvfp4 import fake_quantize_activation, quantize_weight
 from qwen35.settings import Settings
 
 
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
-def test_reference_is_chosen(kernels):
-    assert isinstance(select_ops(Settings(kernels=kernels), "cpu"), ReferenceOps)
+@pytest.mark.parametrize(
+    "settings", [{"kernels": "reference"}, {"dtype": "float32"}, {"kernels": "auto", "dtype": "float64"}]
+)
+def test_reference_is_chosen(settings):
+    assert isinstance(select_ops(Settings(**settings), "cpu"), ReferenceOps)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "cpu"])
+def test_native_is_chosen(native_library, kernels):
+    assert isinstance(select_ops(Settings(kernels=kernels), "cpu"), CpuOps)
+
+
+def test_without_the_library(monkeypatch, tmp_path):
+    monkeypatch.setenv("QWEN35_NATIVE_LIBRARY", str(tmp_path / "none.so"))
+    with pytest.warns(UserWarning, match="python -m build.native"):
+        assert isinstance(select_ops(Settings(), "cpu"), ReferenceOps)
+    with pytest.raises(ConfigError, match="python -m build.native"):
+        select_ops(Settings(kernels="cpu"), "cpu")
+
+
+def test_native_needs_a_cpu():
+    with pytest.raises(ConfigError, match="on device cuda"):
+        select_ops(Settings(kernels="cpu"), "cuda")
 
 
 def test_activations_setting():

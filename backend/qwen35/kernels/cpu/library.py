@@ -1,0 +1,73 @@
+"""The native library behind ctypes: records as in ``common.h``, argument types, the choice of instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import c_char_p, c_float, c_int64, c_void_p
+from pathlib import Path
+
+from qwen35.kernels.cpu.recipe import library_path
+
+LIBRARY_VARIABLE = "QWEN35_NATIVE_LIBRARY"  # another build of the same sources, as one with sanitizers
+ISA_VARIABLE = "QWEN35_NATIVE_ISA"  # avx512, avx2 or portable; unset: the best that this CPU has
+
+
+def _record(*fields: tuple[str, type]) -> type[ctypes.Structure]:
+    return type("Record", (ctypes.Structure,), {"_fields_": list(fields)})
+
+
+def _all(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+Weight = _record(
+    ("kind", c_int64),
+    *_all(c_void_p, "values scales factor"),
+    *_all(c_int64, "factor_stride num_experts num_rows width"),
+)
+Attention = _record(
+    *_all(c_void_p, "query key value keys values block_table sequences out"),
+    *_all(c_int64, "num_sequences max_blocks block_tokens num_heads num_kv_heads head_dim is_fp8"),
+    *_all(c_float, "key_scale value_scale scale"),
+)
+GatedDelta = _record(
+    *_all(c_void_p, "inputs decay beta taps recurrent conv pending_inputs pending_decay pending_beta sequences out"),
+    *_all(c_int64, "num_sequences num_heads key_width value_width channels conv_width max_pending"),
+)
+Experts = _record(*_all(c_void_p, "x ids shares gate up down out"), *_all(c_int64, "num_tokens top"))
+
+_SIGNATURES = {
+    "qwen35_set_num_threads": (c_int64,),
+    "qwen35_linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64),
+    "qwen35_experts": (c_void_p,),
+    "qwen35_choose": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
+    "qwen35_rms_norm": (c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64),
+    "qwen35_silu_mul": (c_void_p, c_void_p, c_void_p, c_int64),
+    "qwen35_sigmoid_mul": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64),
+    "qwen35_rotate": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),
+    "qwen35_gated_delta": (c_void_p,),
+    "qwen35_attention": (c_void_p,),
+    "qwen35_delta_gates": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64),
+}
+
+
+def find_library() -> Path:
+    """Where the library is looked for."""
+    named = os.environ.get(LIBRARY_VARIABLE)
+    return Path(named) if named else library_path()
+
+
+@functools.cache
+def load_library(path: Path) -> ctypes.CDLL:
+    """Loads it and chooses the instruction set. Raises OSError when it is not there or cannot run on this CPU."""
+    library = ctypes.CDLL(str(path))
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = arguments, None
+    library.qwen35_select.argtypes, library.qwen35_select.restype = (c_char_p,), c_char_p
+    wanted = os.environ.get(ISA_VARIABLE, "")
+    if library.qwen35_select(wanted.encode()) is None:
+        raise OSError(f"{ISA_VARIABLE}: expected an instruction set of this CPU, got {wanted!r}")
+    return library

@@ -1,0 +1,237 @@
+"""`CpuOps`: the protocol `kernels.ops.Ops` in native code for bfloat16 activations.
+
+Row-invariant as the protocol asks: products have one chain an output element, threads share no output row. What is not
+hot goes to the reference: rotary tables (once a pass), activations of another type than bfloat16, weights that are
+dense in another type, W4A4 activations, and shapes that the library does not take. Which of the two computes depends
+on types and weights alone, never on the rows.
+
+The bits are those of one instruction set: AVX-512, AVX2 and portable code agree within rounding only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+
+import torch
+from torch import Tensor
+
+from qwen35.kernels.cpu.library import Attention, Experts, GatedDelta, find_library, load_library
+from qwen35.kernels.cpu.weights import WeightRecords
+from qwen35.kernels.library import exportable, register
+from qwen35.kernels.reference import ReferenceOps
+from qwen35.nvfp4 import LinearWeight
+from qwen35.views import BatchView, GatedDeltaView, KVView
+
+_BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
+
+
+class CpuOps:
+    """Methods and shapes: see `kernels.ops.Ops`. `quantize_inputs` as in `ReferenceOps`.
+
+    Threads belong to the process: the last `num_threads` holds. Raises OSError when the library is not built.
+    """
+
+    def __init__(self, num_threads: int = 1, quantize_inputs: bool = False) -> None:
+        self._library = load_library(find_library())
+        self._library.qwen35_set_num_threads(num_threads)
+        self._reference = ReferenceOps(quantize_inputs=quantize_inputs)
+        self._quantize_inputs = quantize_inputs
+        self._weights = WeightRecords()
+        self._sequences: tuple[weakref.ref[BatchView], Tensor] | None = None
+        self.name = "cpu_quantized_inputs" if quantize_inputs else "cpu"
+        register(self.name, self)
+
+    @exportable
+    def linear(
+        self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        out_dtype = out_dtype or x.dtype
+        address = self._address(weight) if x.dtype == _BF16 and out_dtype in (_BF16, torch.float32) else None
+        if address is None:
+            return self._reference.linear(x, weight, bias, out_dtype)
+        x = x.contiguous()
+        bias = None if bias is None else bias.float().contiguous()
+        out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype)
+        num_rows = x.numel() // x.shape[-1]
+        self._library.qwen35_linear(
+            address, x.data_ptr(), _pointer(bias), out.data_ptr(), num_rows, out_dtype == torch.float32
+        )
+        return out
+
+    def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        if x.dtype != _BF16 or scale.dtype != torch.float32:
+            return self._reference.rms_norm(x, scale, eps)
+        return self._norm(x, None, scale, eps)
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, scale: Tensor, eps: float) -> Tensor:
+        if gate.dtype != _BF16 or x.dtype not in (_BF16, torch.float32) or scale.dtype != torch.float32:
+            return self._reference.gated_rms_norm(x, gate, scale, eps)
+        return self._norm(x, gate.contiguous(), scale, eps)
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        if gate.dtype != _BF16 or up.dtype != _BF16:
+            return self._reference.silu_mul(gate, up)
+        gate, up = gate.contiguous(), up.contiguous()
+        out = torch.empty_like(gate)
+        self._library.qwen35_silu_mul(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel())
+        return out
+
+    def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        one_gate = gate.shape == (*x.shape[:-1], 1)
+        if gate.dtype != _BF16 or x.dtype != _BF16 or not (one_gate or gate.shape == x.shape):
+            return self._reference.sigmoid_mul(gate, x)
+        gate, x = gate.contiguous(), x.contiguous()
+        out, width = torch.empty_like(x), x.shape[-1]
+        self._library.qwen35_sigmoid_mul(
+            gate.data_ptr(), gate.shape[-1], x.data_ptr(), out.data_ptr(), x.numel() // width, width
+        )
+        return out
+
+    def rotary_tables(self, positions: Tensor, inv_freq: Tensor, axes: Tensor) -> tuple[Tensor, Tensor]:
+        return self._reference.rotary_tables(positions, inv_freq, axes)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if x.dtype != _BF16 or cos.dtype != torch.float32:
+            return self._reference.rotate(x, cos, sin)
+        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        out = torch.empty_like(x)
+        pointers = (tensor.data_ptr() for tensor in (x, cos, sin, out))
+        self._library.qwen35_rotate(*pointers, *x.shape, cos.shape[-1])
+        return out
+
+    @exportable
+    def paged_attention(
+        self, query: Tensor, key: Tensor, value: Tensor, view: KVView, batch: BatchView, scale: float
+    ) -> Tensor:
+        width, keys, values = query.shape[-1], view.keys, view.values
+        takes = query.dtype == _BF16 and keys.dtype in (_BF16, _FP8) and width % 32 == 0
+        if not takes or not (keys.is_contiguous() and values.is_contiguous()):
+            return self._reference.paged_attention(query, key, value, view, batch, scale)
+        sequences, table = self._plan(batch), batch.block_table.contiguous()
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        out = torch.empty_like(query)
+        tensors = (query, key, value, keys, values, table, sequences, out)
+        numbers = (len(sequences), table.shape[1], keys.shape[1], query.shape[1], keys.shape[2], width)
+        scales = (view.key_scale, view.value_scale) if keys.dtype == _FP8 else (1.0, 1.0)
+        record = Attention(*(part.data_ptr() for part in tensors), *numbers, keys.dtype == _FP8, *scales, scale)
+        self._library.qwen35_attention(ctypes.addressof(record))
+        return out
+
+    def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        if a.dtype != _BF16 or b.dtype != _BF16:
+            return self._reference.delta_gates(a, b, rate, dt_bias)
+        decay, beta = torch.empty(2, *a.shape, dtype=torch.float32).unbind(0)
+        inputs = (a.contiguous(), b.contiguous(), rate, dt_bias, decay, beta)
+        self._library.qwen35_delta_gates(*(part.data_ptr() for part in inputs), *a.shape)
+        return decay, beta
+
+    @exportable
+    def gated_delta(
+        self, inputs: Tensor, decay: Tensor, beta: Tensor, taps: Tensor, view: GatedDeltaView, batch: BatchView
+    ) -> Tensor:
+        if not _takes_state(view, inputs):
+            return self._reference.gated_delta(inputs, decay, beta, taps, view, batch)
+        sequences = self._plan(batch)
+        _check_pending(batch, view)
+        _, num_heads, key_width, value_width = view.recurrent.shape
+        out = torch.empty(len(inputs), num_heads, value_width, dtype=torch.float32)
+        given = (inputs.contiguous(), decay.float().contiguous(), beta.float().contiguous(), taps.contiguous())
+        tensors = (*given, *vars(view).values(), sequences, out)
+        shape = (num_heads, key_width, value_width, inputs.shape[1], len(taps), view.pending_inputs.shape[1])
+        record = GatedDelta(*(part.data_ptr() for part in tensors), len(sequences), *shape)
+        self._library.qwen35_gated_delta(ctypes.addressof(record))
+        return out
+
+    @exportable
+    def route(self, x: Tensor, gate: Tensor, num_experts_per_tok: int) -> tuple[Tensor, Tensor]:
+        if x.dtype != _BF16 or gate.dtype != _BF16:
+            return self._reference.route(x, gate, num_experts_per_tok)
+        logits = self.linear(x, gate, out_dtype=torch.float32)
+        ids = torch.empty(len(x), num_experts_per_tok, dtype=torch.int64)
+        shares = torch.empty(len(x), num_experts_per_tok, dtype=torch.float32)
+        pointers = (logits.data_ptr(), ids.data_ptr(), shares.data_ptr())
+        self._library.qwen35_choose(*pointers, len(x), gate.shape[0], num_experts_per_tok)
+        return ids, shares
+
+    @exportable
+    def moe_experts(
+        self,
+        x: Tensor,
+        experts: Tensor,
+        weights: Tensor,
+        gate_proj: LinearWeight,
+        up_proj: LinearWeight,
+        down_proj: LinearWeight,
+    ) -> Tensor:
+        addresses = [self._address(weight) for weight in (gate_proj, up_proj, down_proj)]
+        if x.dtype != _BF16 or None in addresses:
+            return self._reference.moe_experts(x, experts, weights, gate_proj, up_proj, down_proj)
+        x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
+        out = torch.empty_like(x)
+        inputs = (x.data_ptr(), experts.data_ptr(), weights.data_ptr())
+        record = Experts(*inputs, *addresses, out.data_ptr(), *experts.shape)
+        self._library.qwen35_experts(ctypes.addressof(record))
+        return out
+
+    def _norm(self, x: Tensor, gate: Tensor | None, scale: Tensor, eps: float) -> Tensor:
+        x, width = x.contiguous(), x.shape[-1]
+        out = torch.empty(x.shape, dtype=_BF16)
+        self._library.qwen35_rms_norm(
+            x.data_ptr(),
+            x.dtype == torch.float32,
+            _pointer(gate),
+            scale.data_ptr(),
+            eps,
+            out.data_ptr(),
+            x.numel() // width,
+            width,
+        )
+        return out
+
+    def _address(self, weight: LinearWeight) -> int | None:
+        if self._quantize_inputs and getattr(weight, "input_scale", None) is not None:
+            return None
+        return self._weights.address(weight)
+
+    def _plan(self, batch: BatchView) -> Tensor:
+        """The sequences' numbers [S, 7]; the last batch's are kept, as all layers of a pass ask for the same ones."""
+        if self._sequences is None or self._sequences[0]() is not batch:
+            self._sequences = (weakref.ref(batch), _sequences(batch))
+        return self._sequences[1]
+
+
+def _sequences(batch: BatchView) -> Tensor:
+    """Records `Sequence` of common.h. Raises ValueError for a token before the first KV position that it may see."""
+    bounds = batch.cu_tokens
+    columns = (bounds[:-1], bounds[1:], batch.kv_start, batch.first_kv, batch.slots, batch.num_pending, batch.defer)
+    sequences = torch.stack([column.long() for column in columns], 1)
+    for start, stop, kv_start, first_kv, *_ in sequences.tolist():
+        if stop > start and kv_start < first_kv:
+            raise ValueError(f"kv_start: expected at least first_kv ({first_kv}), got {kv_start}")
+    return sequences
+
+
+def _takes_state(view: GatedDeltaView, inputs: Tensor) -> bool:
+    dtypes = (view.recurrent.dtype, view.conv.dtype, view.pending_inputs.dtype, view.pending_beta.dtype, inputs.dtype)
+    _, _, key_width, value_width = view.recurrent.shape
+    fits = key_width % 16 == 0 and value_width % 16 == 0
+    return (
+        fits
+        and dtypes == (torch.float32, _BF16, _BF16, torch.float32, _BF16)
+        and all(part.is_contiguous() for part in vars(view).values())
+    )
+
+
+def _check_pending(batch: BatchView, view: GatedDeltaView) -> None:
+    room = view.pending_inputs.shape[1]
+    counts = zip(batch.cu_tokens.diff().tolist(), batch.defer.tolist(), batch.slots.tolist(), strict=True)
+    for count, defer, slot in counts:
+        if defer and count > room:
+            raise ValueError(
+                f"deferred inputs of slot {slot}: expected at most {room} (largest draft length + 1), got {count}"
+            )
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
