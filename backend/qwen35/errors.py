@@ -10,6 +10,7 @@ class Qwen35Error(Exception):
     code = "INTERNAL"
 
     def __init__(self, message: str) -> None:
+        message = message.encode("utf-8", "backslashreplace").decode("utf-8")  # it must travel as UTF-8
         super().__init__(message)
         self.message = message
 

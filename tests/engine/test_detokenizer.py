@@ -1,5 +1,7 @@
 """Text of tokens: equal to the library's, the same for every split, no broken characters, stop strings anywhere."""
 
+import tracemalloc
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from qwen35.engine.detokenizer import TextStream, Vocabulary
 from qwen35.engine.request import SamplingParams
-from qwen35.errors import CheckpointError
+from qwen35.errors import CheckpointError, InvalidArgument
 from tests.engine.fakes import EOS, PIECES, VOCAB_SIZE, tokenizer
 
 TOKENIZER = tokenizer()
@@ -112,6 +114,23 @@ def test_stop_strings_wait_for_min_tokens():
     assert not text.push(ID["a"])
     assert text.push(ID["b"])
     assert text.take(is_final=True) == "ab"
+
+
+def test_a_long_stop_string_costs_no_memory():
+    """Its prefixes are not spelt out: all of these would be 128 MiB."""
+    tracemalloc.start()
+    try:
+        text, _, is_stopped = stream([0] * 4, stop=("a" * 16384,))
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+    assert "".join(text) == whole([0] * 4) and not is_stopped
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_much_text_to_compare_with_is_refused(name):
+    with pytest.raises(InvalidArgument, match=f"{name}: expected at most 16384 characters in all, got 16386"):
+        SamplingParams(**{name: ("ab",) * 8193})
 
 
 def test_special_tokens_and_unknown_ids():

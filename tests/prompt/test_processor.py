@@ -238,6 +238,19 @@ def test_context_limit_is_exact(processor):
         processor.from_token_ids(word * 512)
 
 
+def test_a_prompt_far_beyond_the_limit_is_not_tokenized(processor, monkeypatch):
+    monkeypatch.setattr(processor.tokenizer, "encode", lambda *_: pytest.fail("tokenized"))
+    with pytest.raises(InvalidArgument, match=r"text_input: expected at most \d+ tokens, got \d+ characters"):
+        processor.from_text("a " * (processor.limits.max_context_tokens * processor.tokenizer.max_token_characters * 4))
+
+
+@pytest.mark.parametrize("extra", [{"fps": 10**400}, {"timestamps": [0, 10**400]}, {"timestamps": [0, 1e308]}])
+def test_times_beyond_any_float_are_refused(processor, extra):
+    parts = [{"type": "video", "video": [uri(SMALL)] * 2, **extra}]
+    with pytest.raises(InvalidArgument, match=next(iter(extra))):
+        processor.from_messages([{"role": "user", "content": parts}])
+
+
 def test_counts_are_checked_before_anything_is_decoded(processor):
     with pytest.raises(InvalidArgument, match="got 2 images for 1 placeholders"):
         processor.from_text(PAD, [b"\0", b"\0"])

@@ -71,6 +71,15 @@ CASES = {
         {"messages": message([{"type": "image_url", "image_url": {"url": data_uri(b"no")}}])},
         "INVALID_ARG: messages[0].content[0]",
     ),
+    "name no text": (
+        {"prompt": "x", "sampling_parameters": '{"\\ud800": 1}'},
+        "INVALID_ARG: \\ud800: expected a known",
+    ),
+    "stop no text": ({"prompt": "x", "sampling": {"stop": "\ud800"}}, "INVALID_ARG: stop: expected valid Unicode"),
+    "nested JSON": ({"prompt": "x", "sampling_parameters": "[" * 100000}, "INVALID_ARG: sampling_parameters: expected"),
+    "beyond any float": ({"prompt": "x", "sampling": {"temperature": 10**400}}, "INVALID_ARG: temperature: expected"),
+    "long stop string": ({"prompt": "x", "sampling": {"stop": "a" * 200000}}, "INVALID_ARG: stop: expected at most"),
+    "far too long": ({"prompt": "a " * 1000000}, "INVALID_ARG: text_input: expected at most"),
     "tools alone": ({"prompt": "x", "tools": "[]x"}, "INVALID_ARG: tools: expected"),
 }
 

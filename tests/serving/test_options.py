@@ -273,3 +273,27 @@ def test_json_round_trip():
     )
     request = request.with_images((ImageSpan("ab", 3, 4),))
     assert ResolvedRequest.from_json(request.to_json()) == request
+
+
+@pytest.mark.parametrize(
+    ("field", "sent"),
+    [
+        ("temperature", "1" + "0" * 400),
+        ("logit_bias", '{"5": 1' + "0" * 400 + "}"),
+        ("stop", "[" * 5000),
+        ("stop", '["\\ud800"]'),
+        ("bad_words", '"\\ud800"'),
+        ("embedding_bias_words", "5"),
+        ("embedding_bias_weights", '"abc"'),
+    ],
+)
+def test_json_that_python_chokes_on_is_refused_by_name(field, sent):
+    with pytest.raises(InvalidArgument) as caught:
+        resolved(text_input="x", sampling_parameters=f'{{"{field}": {sent}}}')
+    assert str(caught.value).startswith(("INVALID_ARG: sampling_parameters:", f"INVALID_ARG: {field}:"))
+
+
+def test_a_name_that_is_no_text_makes_a_message_that_is():
+    with pytest.raises(InvalidArgument) as caught:
+        resolved(sampling_parameters='{"\\ud800": 1}')
+    assert str(caught.value).encode().startswith(rb"INVALID_ARG: \ud800: expected a known option")

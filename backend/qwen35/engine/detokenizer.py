@@ -106,18 +106,19 @@ class TextStream:
     @property
     def _num_undecided(self) -> int:
         """Length of the longest end of the held text that begins a stop string."""
-        for length in range(min(len(self._held), self._longest_start), 0, -1):
-            if self._held[-length:] in self._starts:
+        for length in range(min(len(self._held), self._longest_stop - 1), 0, -1):
+            end = self._held[-length:]
+            if any(len(stop) > length and stop.startswith(end) for stop in self._stops):
                 return length
         return 0
 
     @cached_property
-    def _starts(self) -> frozenset[str]:
-        return frozenset(stop[:length] for stop in self._sampling.stop for length in range(1, len(stop)))
+    def _stops(self) -> frozenset[str]:
+        return frozenset(self._sampling.stop)
 
     @cached_property
-    def _longest_start(self) -> int:
-        return max((len(start) for start in self._starts), default=0)
+    def _longest_stop(self) -> int:
+        return max(map(len, self._stops), default=0)
 
 
 def _byte_of_character() -> dict[str, int]:

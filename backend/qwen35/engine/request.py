@@ -8,6 +8,9 @@ from torch import Tensor
 
 from qwen35.errors import InvalidArgument, Qwen35Error
 
+# Of all stop strings, or of all bad words, of a request: each token that is generated is compared with them.
+MAX_WORDS_CHARACTERS = 16384
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -46,6 +49,12 @@ class SamplingParams:
             raise InvalidArgument.field("min_tokens", f"at most max_tokens ({self.max_tokens})", self.min_tokens)
         if any(not text for text in self.stop):
             raise InvalidArgument.field("stop", "non-empty strings", self.stop)
+        for name in ("stop", "bad_words"):
+            num_characters = sum(map(len, getattr(self, name)))
+            if num_characters > MAX_WORDS_CHARACTERS:
+                raise InvalidArgument(
+                    f"{name}: expected at most {MAX_WORDS_CHARACTERS} characters in all, got {num_characters}"
+                )
         if any(not text.strip() for text in self.bad_words):
             raise InvalidArgument.field("bad_words", "strings that are more than white space", self.bad_words)
         if any(token_id < 0 for token_id in self.stop_token_ids):

@@ -169,4 +169,5 @@ def _parse_arguments(text: str, path: str) -> dict[str, Any]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    """Of seconds or of frames a second: finite, and far from where arithmetic overflows."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -1e9 <= value <= 1e9

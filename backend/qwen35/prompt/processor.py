@@ -104,6 +104,7 @@ class PromptProcessor:
         placeholders = (self._config.image_token_id, self._config.video_token_id)
         counts = [self._count(text, token_id) for token_id in placeholders]
         self._check_counts(name, counts, [len(images), len(videos)])
+        self._check_characters(name, len(text))
         loaded_images = self._load_images(images, 0)
         loaded_videos = self._load_videos(videos, sum(image.num_tokens for image in loaded_images))
         text = self._write_timestamps(text, loaded_videos)
@@ -188,6 +189,13 @@ class PromptProcessor:
                     f"got {got} {kind}s for {expected} placeholders"
                 )
 
+    def _check_characters(self, name: str, num_characters: int) -> None:
+        """Refuses at once what no tokenizer could get into the context; to tokenize it would take seconds."""
+        most = self.limits.max_context_tokens - 1
+        max_characters = most * self.tokenizer.max_token_characters * _MAX_COMPOSED_CHARACTERS
+        if num_characters > max_characters:
+            raise InvalidArgument(f"{name}: expected at most {most} tokens, got {num_characters} characters")
+
     def _check_length(self, name: str, num_tokens: int) -> None:
         most = self.limits.max_context_tokens - 1
         if num_tokens > most:
@@ -195,6 +203,10 @@ class PromptProcessor:
                 f"{name}: expected at most {most} tokens (a context of {most + 1} holds one more for the answer), "
                 f"got {num_tokens}"
             )
+
+
+# Characters that become one when the tokenizer composes them (Unicode's NFC): at most a letter and three marks.
+_MAX_COMPOSED_CHARACTERS = 4
 
 
 def _vision_tokens(config: ModelConfig, tokenizer: Tokenizer) -> dict[int | None, str]:

@@ -31,6 +31,7 @@ class Tokenizer:
         self.special_tokens = MappingProxyType(_special_tokens(backend))  # text -> id
         self.special_ids = frozenset(self.special_tokens.values())
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.max_token_characters = max(map(len, backend.get_vocab(with_added_tokens=True)), default=1)
         longest_first = sorted(self.special_tokens, key=len, reverse=True)
         self._split = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if longest_first else None
 

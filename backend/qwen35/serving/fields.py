@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qwen35.errors import InvalidArgument
+from qwen35.prompt.template import check_text
 
 Convert = Callable[[str, Any], Any]  # (field name, value as sent) -> value; raises InvalidArgument that names the field
 
@@ -49,9 +50,16 @@ def to_int(name: str, value: Any) -> int:
 
 def to_float(name: str, value: Any) -> float:
     number = _parse_float(value) if isinstance(value, str) else value
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not _is_finite(number):
         raise InvalidArgument.field(name, "a finite number", value)
     return float(number)
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer beyond any float
+        return False
 
 
 def to_text(name: str, value: Any) -> str:
@@ -60,12 +68,21 @@ def to_text(name: str, value: Any) -> str:
     return value
 
 
+def to_sequence(name: str, value: Any) -> tuple[Any, ...]:
+    """A list of anything."""
+    if not isinstance(value, (list, tuple)):
+        raise InvalidArgument.field(name, "a list", value)
+    return tuple(value)
+
+
 def to_texts(name: str, value: Any) -> tuple[str, ...]:
     """One text, a list of texts, or such a list as JSON text (request parameters carry scalars only)."""
     parsed = _parse_json(value, opening="[")
     items = [parsed] if isinstance(parsed, str) else parsed
     if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
         raise InvalidArgument.field(name, "a text or a list of texts", value)
+    for item in items:
+        check_text(name, item)
     return tuple(items)
 
 
@@ -89,7 +106,7 @@ def to_object(name: str, text: str, kind: type, expected: str) -> Any:
     """JSON text of one kind: dict or list."""
     try:
         parsed = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument.field(name, f"{expected} as JSON text ({error})", text) from error
     if not isinstance(parsed, kind):
         raise InvalidArgument.field(name, expected, parsed)
@@ -108,7 +125,7 @@ def _parse_json(value: Any, opening: str) -> Any:
     if isinstance(value, str) and value.lstrip().startswith(opening):
         try:
             return json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):
             return value
     return value
 
@@ -171,8 +188,8 @@ UNSUPPORTED: Mapping[str, tuple[Convert, tuple[Any, ...]]] = {
     "guided_decoding_guide": (to_text, ("",)),
     "lora_name": (to_text, ("",)),
     "lora_task_id": (to_int, (0,)),
-    "embedding_bias_words": (lambda _, value: tuple(value), ((),)),
-    "embedding_bias_weights": (lambda _, value: tuple(value), ((),)),
+    "embedding_bias_words": (to_sequence, ((),)),
+    "embedding_bias_weights": (to_sequence, ((),)),
     "return_context_logits": (to_bool, (False,)),
     "return_generation_logits": (to_bool, (False,)),
     "use_draft_logits": (to_bool, (False,)),

@@ -145,5 +145,5 @@ def _json_input(request: Any) -> object:
     text = _text_input(request, "request") or "{}"
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument.field("request", "a JSON object", text) from error

@@ -147,7 +147,7 @@ def log_fault(pb_utils: Any, server: ServerProcess, who: str, error: BaseExcepti
     """To the server's log, with the traceback, while there is a server."""
     if server.is_alive:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        pb_utils.Logger.log_error(f"{who}: {text}")
+        pb_utils.Logger.log_error(f"{who}: {text}".encode("utf-8", "backslashreplace").decode("utf-8"))
 
 
 def _tensor(pb_utils: Any, name: str, array: np.ndarray) -> Any:
