@@ -33,8 +33,8 @@ def test_cancel_by_id_ends_every_request_of_the_id_and_no_other(server):
 
 def test_a_cancel_reaches_a_request_that_is_still_in_the_encoder(server):
     with Stream(server) as connection:
-        large = picture("red", (2048, 2048))
-        send_vllm(connection, "x", LONG, images=[large], request_id="early", stream=True)
+        slow = [picture("red", (2048, 2048))] * 8  # a second or more of decoding
+        send_vllm(connection, "x", LONG, images=slow, request_id="early", stream=True)
         time.sleep(0.1)
         assert operate(server, "cancel", {"request_id": "early"}) == {"cancelled": 0}
         answer = connection.collect()
