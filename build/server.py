@@ -1,6 +1,6 @@
 """One tritonserver: launched on a model repository, waited for until it answers, stopped with nothing left behind.
 
-Of the models it knows only the request that tells whether they can answer (`Probe`).
+Of the models it knows only the request that tells whether they can answer (`Probe`), and the one that ends all others.
 """
 
 import contextlib
@@ -71,6 +71,13 @@ class Probe:
 
     model: str = "qwen35"
     body: Mapping[str, Any] = field(default_factory=lambda: {"text_input": "Hello", "max_tokens": 1, "stream": False})
+
+
+# Before a stop running requests get a while to end, then they are cancelled: one that ran on until the exit timeout
+# would end without a word, and could keep the server from ending.
+_STATS = Probe("state_manager", {"operation": "stats"})
+_DRAIN = Probe("state_manager", {"operation": "drain"})
+_DRAIN_GRACE_S, _DRAIN_TIMEOUT_S = 5.0, 2.0
 
 
 @dataclass(frozen=True)
@@ -261,7 +268,7 @@ class Server:
         while time.monotonic() < deadline:
             if not self.is_running:
                 raise self._start_error(f"got an exit with code {self.wait()}")
-            status, text = self._ask()
+            status, text = self._ask(self.probe)
             if status == http.client.OK:
                 return
             if status is not None and answer == "no answer":  # it is up: from now on errors are given a shorter time
@@ -270,12 +277,12 @@ class Server:
             time.sleep(0.1)
         raise self._start_error(f"got none in time (last answer: {answer})")
 
-    def _ask(self) -> tuple[int | None, str]:
+    def _ask(self, probe: Probe, timeout_s: float = 30.0) -> tuple[int | None, str]:
         """Status and body of one probe; status None while the server is not up. An `error` body counts as 500."""
-        connection = http.client.HTTPConnection(self._client_host, self.ports.http, timeout=30)
+        connection = http.client.HTTPConnection(self._client_host, self.ports.http, timeout=timeout_s)
         try:
-            body = json.dumps(dict(self.probe.body))
-            connection.request("POST", f"/v2/models/{self.probe.model}/generate", body)
+            body = json.dumps(dict(probe.body))
+            connection.request("POST", f"/v2/models/{probe.model}/generate", body)
             response = connection.getresponse()
             text = response.read().decode("utf-8", "replace")
         except (OSError, http.client.HTTPException) as error:
@@ -297,6 +304,7 @@ class Server:
         stubs, mapped = self.processes, mapped_shared_memory(self.processes)
         was_killed = False
         if popen.poll() is None:
+            self._drain()
             popen.terminate()
         try:
             popen.wait(EXIT_TIMEOUT_S + _EXIT_GRACE_S)
@@ -317,6 +325,18 @@ class Server:
             leftover_processes=tuple(stub.pid for stub in surviving),
             leftover_shared_memory=tuple(sorted(str(path) for path in leftover)),
         )
+
+    def _drain(self) -> None:
+        if not wait_until(lambda: not self._has_live_requests(), _DRAIN_GRACE_S):
+            self._ask(_DRAIN, _DRAIN_TIMEOUT_S)
+
+    def _has_live_requests(self) -> bool:
+        """False also where nobody can tell: another repository has no such model."""
+        status, text = self._ask(_STATS, _DRAIN_TIMEOUT_S)
+        if status != http.client.OK:
+            return False
+        stats = json.loads(json.loads(text)["result"])
+        return stats["num_open_leases"] + stats["num_claimed_leases"] > 0
 
     def _leftover_shared_memory(self, mapped: set[Path]) -> set[Path]:
         """What is still in /dev/shm. Files that bear this server's own names are removed: nobody alive uses them."""

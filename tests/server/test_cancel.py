@@ -1,10 +1,13 @@
 """Requests that end early: cancelled by id, by their client, or by their deadline. Nothing stays behind."""
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tritonclient.utils import InferenceServerException
 
+from qwen35.client import Client
+from qwen35.errors import Cancelled
 from tests.server.clients import Stream, encode, idle_stats, operate, picture, send_llm, send_vllm, stats, vllm
 
 LONG = {"max_tokens": 400, "ignore_eos": True}
@@ -77,3 +80,19 @@ def test_the_text_before_a_cancel_is_a_beginning_of_the_whole(server):
         operate(server, "cancel", {"request_id": "half"})
         text = first + connection.collect(timeout=5.0).text
     assert whole.startswith(text)
+
+
+def test_a_stop_ends_long_streams_with_an_error(server_factory):
+    server = server_factory()
+    texts: list[str] = []
+    with ThreadPoolExecutor(1) as pool:
+        client = Client(server.grpc_url)
+        sampling = {"max_tokens": 4000, "ignore_eos": True}
+        answer = pool.submit(client.complete, {"text_input": "A", "stream": True}, on_text=texts.append, **sampling)
+        while not texts:
+            assert not answer.done(), answer.exception()
+            time.sleep(0.01)
+        report = server.stop()
+        with pytest.raises(Cancelled):
+            answer.result(timeout=10.0)
+    assert report.is_clean, report

@@ -53,6 +53,17 @@ def test_a_request_from_open_to_close():
     assert far.call({"operation": "check"}) == {"ok": True}
 
 
+def test_drain_cancels_every_live_request():
+    far = Far()
+    running, waiting, ended = far.open("a"), far.open(""), far.open("b")
+    far.remote.claim(far.holder.ref, [running, ended])
+    far.remote.close(far.holder.ref, [ended])
+    assert far.call({"operation": "drain"}) == {"cancelled": 2}
+    assert far.holder.cancelled([running]) == [True]
+    assert far.remote.claim(far.holder.ref, [waiting]) == ["cancelled"]
+    assert far.open("b") != ended  # nothing is remembered
+
+
 def test_an_unclaimed_lease_can_be_closed_without_a_holder():
     far = Far()
     lease = far.open()
@@ -92,7 +103,7 @@ REF = {"row": 0, "generation": 1}
 @pytest.mark.parametrize(
     ("operation", "message", "error"),
     [
-        ("destroy", {}, "operation: expected one of open, claim, close, cancel, acquire, "),
+        ("destroy", {}, "operation: expected one of open, claim, close, cancel, drain, "),
         ("open", [], "request: expected a JSON object, got []"),
         ("open", {"deadline_unix_ns": 1}, "deadline: expected a time to come"),
         ("open", {"request_id": "r"}, "deadline_unix_ns: expected an integer of 64 bits, got None"),

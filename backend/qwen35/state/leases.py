@@ -86,6 +86,12 @@ class LeaseTable:
         self._tables.cancels[oldest] = (low, high, now, now + REMEMBER_CANCEL_SECONDS)
         return int(hits.sum())
 
+    def cancel_all(self) -> int:
+        """Flag every live lease; returns how many were flagged."""
+        live = self._rows["state"] != FREE
+        self._rows["cancelled"][live] = 1
+        return int(live.sum())
+
     def expire(self, now: float) -> int:
         """Free the leases that nobody has claimed in time; returns how many."""
         late = (self._rows["state"] == LEASE_OPEN) & (self._rows["expires"] <= now)

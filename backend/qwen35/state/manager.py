@@ -102,6 +102,11 @@ class Manager:
         with self._tables_locked() as now:
             return self._leases.cancel(request_id, now)
 
+    def drain(self) -> int:
+        """Cancel every live request, because the server is about to stop; returns how many."""
+        with self._tables_locked():
+            return self._leases.cancel_all()
+
     def acquire(self, holder: HolderRef, key: int, num_blocks: int, num_slots: int) -> ExtentRef | None:
         """Up to so many blocks and slots; see `ExtentTable.acquire`. Reclaims from dead holders first if it must, and
         asks the living ones for idle extents if it still falls short."""

@@ -4,6 +4,7 @@
   claim     holder, leases                                      -> claims: "claimed", "expired" or "cancelled" for each
   close     leases, holder? (without it only unclaimed ones)    -> closed
   cancel    request_id                                          -> cancelled
+  drain                                                         -> cancelled, every live request
   acquire   holder, key, num_blocks, num_slots                  -> extent: row, generation, or null
   release   holder, extents                                     -> released
   stats                                                         -> fields of `Stats`
@@ -44,6 +45,7 @@ class Operations:
             "claim": self._claim,
             "close": self._close,
             "cancel": self._cancel,
+            "drain": self._drain,
             "acquire": self._acquire,
             "release": self._release,
             "stats": self._stats,
@@ -74,6 +76,9 @@ class Operations:
 
     def _cancel(self, message: Message) -> dict[str, Any]:
         return {"cancelled": self._manager.cancel(_text(message, "request_id"))}
+
+    def _drain(self, _: Message) -> dict[str, Any]:
+        return {"cancelled": self._manager.drain()}
 
     def _acquire(self, message: Message) -> dict[str, Any]:
         key, num_blocks, num_slots = (_integer(message, name) for name in ("key", "num_blocks", "num_slots"))
