@@ -21,8 +21,9 @@ from typing import Any, TypeAlias
 import torch
 
 from qwen35.config import ModelConfig
+from qwen35.devices import select_device, select_dtype
 from qwen35.engine.engine import Engine
-from qwen35.engine.loading import load_engine, select_device, select_dtype
+from qwen35.engine.loading import load_engine
 from qwen35.engine.request import Emission, Request, SamplingParams, TokenLogprob
 from qwen35.errors import InvalidArgument
 from qwen35.kernels.select import select_ops

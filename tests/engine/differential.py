@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from qwen35.config import ModelConfig
+from qwen35.devices import select_dtype
 from qwen35.engine.engine import Engine
-from qwen35.engine.loading import select_dtype
 from qwen35.engine.request import Emission, Request, SamplingParams
 from qwen35.errors import Cancelled
 from qwen35.kernels.reference import ReferenceOps

@@ -221,7 +221,7 @@ def test_kv_scales(tmp_path: Path) -> None:
     assert [warning for warning in warnings if "no k_scale or v_scale" in warning]
 
 
-def test_the_tensors_decide_and_disagreement_is_a_warning(tmp_path: Path) -> None:
+def test_the_tensors_decide_and_disagreement_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = make_tiny_quantised_checkpoint(tmp_path)
     for name in ("config.json", "hf_quant_config.json"):
         path = directory / name
@@ -231,3 +231,4 @@ def test_the_tensors_decide_and_disagreement_is_a_warning(tmp_path: Path) -> Non
     target, draft, report = load(directory)
     assert isinstance(target.lm_head, Tensor) and isinstance(draft.fc, Tensor)
     assert report.warnings == ("2 linear layers are dense on disk, NVFP4 in the configuration: lm_head, mtp.fc",)
+    assert report.warnings[0] in caplog.text  # a server's log shows it

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
 from qwen35.config import ModelConfig
+from qwen35.devices import select_dtype
 from qwen35.engine.engine import Engine
-from qwen35.errors import ConfigError
 from qwen35.kernels.select import select_ops
 from qwen35.nn.draft import DraftModel
 from qwen35.nn.language import LanguageModel
@@ -34,18 +32,3 @@ def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache:
     engine = Engine(LanguageModel(config.text, weights, ops), draft, pool, cache, tokenizer, config, settings)
     pool.on_refill = engine.notify
     return engine
-
-
-def select_device(name: str) -> torch.device:
-    """``auto``: the first GPU when there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
-
-
-def select_dtype(name: str) -> torch.dtype | None:
-    """Of the activations; None keeps the checkpoint's (``auto``)."""
-    return None if name == "auto" else getattr(torch, name)

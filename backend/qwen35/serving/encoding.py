@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from qwen35.config import ModelConfig
-from qwen35.engine.loading import select_dtype
+from qwen35.devices import select_dtype
 from qwen35.kernels.select import select_ops
 from qwen35.nn.vision import VisionTower
 from qwen35.prompt.encoder import ImageEncoder

@@ -9,7 +9,8 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from qwen35.config import ModelConfig
-from qwen35.engine.loading import load_engine, select_device
+from qwen35.devices import select_device
+from qwen35.engine.loading import load_engine
 from qwen35.engine.request import Request
 from qwen35.errors import InvalidArgument, StateError, Unavailable
 from qwen35.serving.leasing import LeaseKeeper

@@ -8,7 +8,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from qwen35.engine.loading import select_device
+from qwen35.devices import select_device
 from qwen35.errors import Cancelled, DeadlineExceeded
 from qwen35.serving.encoding import Encoded, RequestEncoder, has_images
 from qwen35.serving.options import PromptSource, resolve

@@ -7,6 +7,7 @@ Anything else is refused by name before the first byte is read.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from qwen35.weights.reader import CheckpointReader
 from qwen35.weights.report import IncompleteCheckpoint, LoadReport
 from qwen35.weights.scheme import QuantizationScheme
 from qwen35.weights.source import Loader, Planner, Progress, TensorSource
+
+_LOGGER = logging.getLogger(__name__)
 
 _Weights = TypeVar("_Weights")
 _Build = Callable[[TensorSource, Layout], _Weights]
@@ -106,7 +109,11 @@ def _load(
         weights = build(loader, layout)
         if loader.unfilled:
             raise IncompleteCheckpoint(checkpoint, unfilled=loader.unfilled)
-        return weights, _report(checkpoint, scheme, loader, num_bytes_held, skipped)
+        report = _report(checkpoint, scheme, loader, num_bytes_held, skipped)
+        _LOGGER.info("%s", report)
+        for warning in report.warnings:
+            _LOGGER.warning("%s: %s", checkpoint, warning)
+        return weights, report
 
 
 def _refuse_faults(checkpoint: str, plan: Planner, skipped: dict[Part, tuple[str, ...]]) -> None:
