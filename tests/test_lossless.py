@@ -1,13 +1,16 @@
 """Drafting changes no token, no text and no bit of a logprob: the demo checkpoint on 32 held-out prompts, pictures
 among them, greedy and sampled, for several draft lengths, and with a draft that is always wrong."""
 
+import json
+import re
+
 import pytest
 
 from build import native
 from build.demo.config import CHECKPOINT_DIR
 from build.demo.heldout import Item, load
 from build.demo.images import render
-from qwen35 import LLM, SamplingParams
+from qwen35 import LLM, SamplingParams, StructuredOutputs
 from qwen35.llm import Completion
 from tests.drafters import OracleDrafter
 
@@ -76,3 +79,41 @@ def test_a_draft_that_is_always_wrong(plain, kind):
     assert outcome(completions) == outcome(plain[kind])
     assert sum(c.num_draft_tokens for c in completions) > 32
     assert sum(c.num_accepted_draft_tokens for c in completions) == 0
+
+
+SCHEMA = {"type": "object", "properties": {"age": {"type": "integer", "minimum": 0, "maximum": 99}},
+          "required": ["age"], "additionalProperties": False}  # fmt: skip
+STRUCTURED = [
+    StructuredOutputs("json", json.dumps(SCHEMA), any_whitespace=False),
+    StructuredOutputs("regex", "[a-f]{3,9}-[0-9]{2}"),
+    StructuredOutputs("choice", '["red", "green", "blue"]'),
+    StructuredOutputs("grammar", 'root ::= "(" root ")" | "x"'),
+]
+
+
+def structured(num_draft_tokens: int, temperature: float) -> list[Completion]:
+    """Each kind of grammar, at once and after a thinking part of at most six tokens."""
+    options = {"max_tokens": 40, "logprobs": 1, "thinking_token_budget": 6, "seed": 3, "temperature": temperature}
+    samplings = [SamplingParams(structured_outputs=wanted, **options) for wanted in STRUCTURED]
+    prompts = [[{"role": "user", "content": "Say something."}]] * len(samplings)
+    llm = LLM(CHECKPOINT_DIR, num_draft_tokens=num_draft_tokens, **SETTINGS)
+    completions: list[Completion] = []
+    for is_thinking in (False, True):
+        completions += llm.generate(prompts, samplings, template_kwargs={"enable_thinking": is_thinking})
+    return completions
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_structured_output(temperature):
+    without = structured(0, temperature)
+    drafted = structured(3, temperature)
+    assert outcome(drafted) == outcome(without)
+    assert sum(c.num_accepted_draft_tokens for c in drafted) > 8
+    for index, completion in enumerate(drafted):
+        thoughts, mark, text = completion.text.rpartition("</think>")
+        assert bool(mark) == (index >= len(STRUCTURED)), "a thinking part where the prompt opens one"
+        kind = STRUCTURED[index % len(STRUCTURED)].kind
+        fits = {"json": lambda t: 0 <= json.loads(t)["age"] <= 99, "choice": lambda t: t in ("red", "green", "blue"),
+                "regex": lambda t: re.fullmatch("[a-f]{3,9}-[0-9]{2}", t),
+                "grammar": lambda t: re.fullmatch(r"(\(*)x\)*", t) and t.count("(") == t.count(")")}  # fmt: skip
+        assert completion.finish_reason == "stop" and fits[kind](text), completion.text

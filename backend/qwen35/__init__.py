@@ -1,15 +1,19 @@
 """Qwen3.5-MoE vision-language models behind Triton's Python backend.
 
-`LLM` and `SamplingParams` are resolved on first use: importing `qwen35` or one of its light modules (the client, the
+`LLM` and what it takes are resolved on first use: importing `qwen35` or one of its light modules (the client, the
 state manager's) must not import torch and the engine.
 """
 
 import importlib
 from typing import Any
 
-_EXPORTS = {"LLM": "qwen35.llm", "SamplingParams": "qwen35.engine.request"}
+_EXPORTS = {
+    "LLM": "qwen35.llm",
+    "SamplingParams": "qwen35.engine.request",
+    "StructuredOutputs": "qwen35.engine.request",
+}
 
-__all__ = ["LLM", "SamplingParams"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 from typing import Literal, TypeVar
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from qwen35.engine.engine import Engine
@@ -28,7 +28,8 @@ from qwen35.views import BatchView, CacheView, GatedDeltaView
 # Byte-level pieces: letters, some with a space, two halves of "é", two parts of "€", a stray byte; then specials.
 PIECES = [*"abcdefghijklmnop", "Ġ", "Ġthe", "ab", "cd", "Ã", "©", "âĤ", "¬", "ÿ", "Ċ"]
 SPECIALS = ["<eos>", "<image>", "<video>", "<end>"]
-EOS, IMAGE, VIDEO, END = range(len(PIECES), len(PIECES) + len(SPECIALS))
+MARKUP = ["<think>", "</think>"]
+EOS, IMAGE, VIDEO, END, THINK, THINK_END = range(len(PIECES), len(PIECES) + len(SPECIALS) + len(MARKUP))
 VOCAB_SIZE = 32
 BLOCK_TOKENS = 4
 _MODULUS = 67108859  # the largest prime below 2^26: products stay exact in float64
@@ -40,8 +41,10 @@ DraftKind = Literal["right", "wrong", "mixed"]
 
 def tokenizer() -> Tokenizer:
     made = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(PIECES)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(text, special=True) for text in SPECIALS])
+    made.add_tokens([AddedToken(text, special=False) for text in MARKUP])
     return made
 
 

@@ -48,7 +48,10 @@ CASES = {
     "max_tokens -1": ({"prompt": "x", "sampling": {"max_tokens": -1}}, "INVALID_ARG: max_tokens: expected"),
     "no JSON": ({"prompt": "x", "sampling_parameters": "{"}, "INVALID_ARG: sampling_parameters: expected"),
     "n": ({"prompt": "x", "sampling": {"n": 2}}, "UNSUPPORTED: n: expected 1"),
-    "guided": ({"prompt": "x", "sampling": {"structured_outputs": '{"json": {}}'}}, "UNSUPPORTED: structured_outputs"),
+    "no schema": (
+        {"prompt": "x", "sampling": {"structured_outputs": {"json": {"type": "nonsense"}}}},
+        "INVALID_ARG: structured_outputs.json: expected a JSON schema",
+    ),
     "stop token": ({"prompt": "x", "sampling": {"stop_token_ids": [10**9]}}, "INVALID_ARG: stop_token_ids: expected"),
     "echo in a stream": (
         {"prompt": "x", "stream": True, "exclude_input_in_output": False},

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from qwen35.engine.detokenizer import TextStream, Vocabulary
+from qwen35.engine.grammar import Grammars
 from qwen35.engine.processors import Processors
 from qwen35.engine.request import Request
 from qwen35.engine.sequence import Sequence
@@ -31,6 +32,7 @@ class Admission:
     ) -> None:
         """``num_total_blocks``: all there will ever be. ``placeholder_token_ids``: image and video tokens."""
         self._vocabulary = vocabulary
+        self._grammars = Grammars(vocabulary, vocab_size, eos_token_ids)
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._placeholder_token_ids = placeholder_token_ids
@@ -41,13 +43,15 @@ class Admission:
 
     def sequence(self, request: Request) -> Sequence:
         """Raises InvalidArgument for a prompt that is empty, too long, out of vocabulary or at odds with its images,
-        for options that name no token, and for a request that can never fit into the cache."""
+        for options that name no token, for a grammar that is none, and for a request that can never fit into the
+        cache."""
         sampling = request.sampling
         max_total_tokens = self._max_total_tokens(request)
         placeholders = self._placeholder_indices(request)
         self._check_positions(request.positions, len(request.token_ids))
         self._check_token_ids("token_ids", request.token_ids)
         self._check_token_ids("stop_token_ids", sampling.stop_token_ids)
+        self._check_token_ids("allowed_token_ids", sampling.allowed_token_ids or ())
         self._check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
         eos_token_ids = frozenset() if sampling.ignore_eos else self._eos_token_ids
         end_token_ids = eos_token_ids | frozenset(sampling.stop_token_ids)
@@ -105,4 +109,7 @@ class Admission:
         if not Processors.are_needed(sampling):
             return None
         bad_words = self._vocabulary.bad_word_token_ids(sampling.bad_words)
-        return Processors(sampling, request.token_ids, end_token_ids, bad_words)
+        think_end = self._vocabulary.open_think_end(request.token_ids)
+        wanted = sampling.structured_outputs
+        grammar = None if wanted is None else self._grammars.grammar(wanted, start_after=think_end)
+        return Processors(sampling, request.token_ids, end_token_ids, bad_words, grammar, think_end)

@@ -7,6 +7,7 @@ a character that is still incomplete at the end is left out."""
 from __future__ import annotations
 
 import codecs
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -14,6 +15,8 @@ import tokenizers
 
 from qwen35.engine.request import SamplingParams
 from qwen35.errors import CheckpointError
+
+THINK_START, THINK_END = "<think>", "</think>"
 
 
 class Vocabulary:
@@ -42,6 +45,12 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
+
+    def open_think_end(self, token_ids: Sequence[int]) -> int | None:
+        """The token that ends the thinking part which ``token_ids`` leave open; None when they leave none open."""
+        start, end = (self._backend.token_to_id(text) for text in (THINK_START, THINK_END))
+        last = next((token_id for token_id in reversed(token_ids) if token_id in (start, end)), None)
+        return end if last is not None and last == start else None
 
     def bad_word_token_ids(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """Each word's spellings at the start of a text and after a space (as vLLM: the second only if it is as

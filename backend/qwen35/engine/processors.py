@@ -1,6 +1,6 @@
-"""What changes a row of logits before temperature and filters, in vLLM's order: bad words, min_tokens, logit bias, then
-repetition, presence and frequency penalties. Works on one row for the tokens that stand before it, drafts included, so
-that a verify row sees what it would have seen without drafting.
+"""What changes a row of logits before temperature and filters, in vLLM's order: grammar, thinking budget and allowed
+tokens, bad words, min_tokens, logit bias, then repetition, presence and frequency penalties. Works on one row for the
+tokens that stand before it, drafts included, so that a verify row sees what it would have seen without drafting.
 
 Letters: V vocabulary."""
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from qwen35.engine.grammar import Grammar
 from qwen35.engine.request import SamplingParams
 
 
@@ -24,10 +25,16 @@ class Processors:
         prompt_token_ids: Sequence[int],
         stop_token_ids: frozenset[int],
         bad_word_token_ids: Sequence[tuple[int, ...]],
+        grammar: Grammar | None = None,
+        think_end: int | None = None,
     ) -> None:
         """``stop_token_ids``: what min_tokens forbids. ``bad_word_token_ids``: each word as the token ids that spell
-        it."""
+        it. ``think_end``: the token that ends the thinking part which the prompt has opened; None: there is none."""
         self._sampling = sampling
+        self._grammar = grammar
+        self._think_end = think_end
+        self._is_thinking = think_end is not None
+        self._allowed_ids = np.array(sorted(set(sampling.allowed_token_ids or ())), dtype=np.int64)
         self._stop_ids = np.fromiter(sorted(stop_token_ids), dtype=np.int64)
         self._bad_words = tuple(bad_word_token_ids)
         self._bias_ids = np.array([token_id for token_id, _ in sampling.logit_bias], dtype=np.int64)
@@ -42,7 +49,10 @@ class Processors:
     def are_needed(sampling: SamplingParams) -> bool:
         """Whether any option needs the row-by-row path."""
         return bool(
-            sampling.bad_words
+            sampling.structured_outputs
+            or sampling.thinking_token_budget is not None
+            or sampling.allowed_token_ids
+            or sampling.bad_words
             or sampling.min_tokens
             or sampling.logit_bias
             or sampling.presence_penalty
@@ -54,9 +64,20 @@ class Processors:
         """A token was decided."""
         self._generated.append(token_id)
         self._counts[token_id] += 1
+        self._is_thinking = self._is_thinking and token_id != self._think_end
+        if self._grammar is not None:
+            self._grammar.observe(token_id)
+
+    @property
+    def fault(self) -> str | None:
+        """Why no token can be chosen any more, where the cause is the request's own."""
+        return None if self._grammar is None else self._grammar.fault
 
     def apply(self, logits: NDArray[np.float64], drafts: Sequence[int]) -> None:
         """Changes ``logits`` [V] in place, for the position after all decided tokens and then ``drafts``."""
+        if self._grammar is not None:
+            self._grammar.apply(logits, drafts)
+        self._forbid_all_but_some(logits, drafts)
         self._forbid(logits, drafts)
         np.add.at(logits, self._bias_ids, self._bias)
         counts = self._counts + Counter(drafts) if drafts else self._counts
@@ -67,6 +88,14 @@ class Processors:
             occurrences = np.fromiter(counts.values(), dtype=np.float64)
             logits[token_ids] -= self._sampling.frequency_penalty * occurrences
             logits[token_ids] -= self._sampling.presence_penalty
+
+    def _forbid_all_but_some(self, logits: NDArray[np.float64], drafts: Sequence[int]) -> None:
+        budget = self._sampling.thinking_token_budget
+        is_thinking = self._is_thinking and self._think_end not in drafts
+        if budget is not None and is_thinking and len(self._generated) + len(drafts) >= budget:
+            _keep_only(logits, np.array([self._think_end]))
+        elif len(self._allowed_ids):
+            _keep_only(logits, self._allowed_ids)
 
     def _forbid(self, logits: NDArray[np.float64], drafts: Sequence[int]) -> None:
         num_generated = len(self._generated) + len(drafts)
@@ -87,3 +116,9 @@ class Processors:
         values = logits[seen]
         penalty = self._sampling.repetition_penalty
         logits[seen] = np.where(values > 0.0, values / penalty, values * penalty)
+
+
+def _keep_only(logits: NDArray[np.float64], token_ids: NDArray[np.int64]) -> None:
+    kept = logits[token_ids]
+    logits[:] = -np.inf
+    logits[token_ids] = kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
@@ -10,6 +11,15 @@ from qwen35.errors import InvalidArgument, Qwen35Error
 
 # Of all stop strings, or of all bad words, of a request: each token that is generated is compared with them.
 MAX_WORDS_CHARACTERS = 16384
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """What the text has to fit; after the thinking part where the prompt opens one."""
+
+    kind: Literal["json", "regex", "choice", "grammar"]
+    text: str  # a JSON schema, a regular expression, a JSON list of texts, a grammar in Lark or GBNF form
+    any_whitespace: bool = True  # json: between its tokens; else none
 
 
 @dataclass(frozen=True)
@@ -27,6 +37,9 @@ class SamplingParams:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None  # no others
+    structured_outputs: StructuredOutputs | None = None
+    thinking_token_budget: int | None = None  # of a thinking part that the prompt opens; then its end is forced
     bad_words: tuple[str, ...] = ()  # the tokens that spell such a word are not generated in a row
     stop: tuple[str, ...] = ()  # the earliest end in the text wins
     stop_token_ids: tuple[int, ...] = ()
@@ -61,6 +74,8 @@ class SamplingParams:
             raise InvalidArgument.field("stop_token_ids", "token ids of at least 0", self.stop_token_ids)
         if any(token_id < 0 or not -100.0 <= bias <= 100.0 for token_id, bias in self.logit_bias):
             raise InvalidArgument.field("logit_bias", "token ids from 0, values from -100 to 100", self.logit_bias)
+        if self.allowed_token_ids == ():
+            raise InvalidArgument.field("allowed_token_ids", "at least one token id", self.allowed_token_ids)
 
 
 _RANGES = (
@@ -76,6 +91,7 @@ _RANGES = (
     ("frequency_penalty", -2.0, 2.0),
     ("logprobs", 0, 20),
     ("num_draft_tokens", 0, 16),
+    ("thinking_token_budget", 0, 2**31 - 1),
 )
 
 

@@ -13,7 +13,7 @@ from qwen35.engine.draft_length import Costs
 from qwen35.engine.logprobs import token_logprobs
 from qwen35.engine.sampler import choose
 from qwen35.engine.sequence import Decision, Sequence
-from qwen35.errors import InternalError
+from qwen35.errors import InternalError, InvalidArgument, Qwen35Error
 from qwen35.views import CacheView
 
 
@@ -81,9 +81,22 @@ def _decide(piece: Piece, logits: Tensor, choices: SequenceOf[int], is_valid: Se
         return Decision()
     token_ids = accept(piece.drafts, [int(token_id) for token_id in choices])
     if not all(is_valid[: len(token_ids)]):
-        return Decision(error=InternalError("logits: expected finite values, got NaN, infinity or all banned"))
+        return Decision(error=_no_choice(piece.sequence, logits[list(is_valid).index(False)]))
     num_top = piece.sequence.request.sampling.logprobs
     if num_top is None:
         return Decision(token_ids)
     values = logits[: len(token_ids)].float().cpu().numpy()
     return Decision(token_ids, tuple(token_logprobs(v, t, num_top) for v, t in zip(values, token_ids, strict=True)))
+
+
+def _no_choice(sequence: Sequence, logits: Tensor) -> Qwen35Error:
+    """Why there is no token: the model's fault, or that of the request's options. ``logits``: [V], of the target."""
+    if not bool(torch.isfinite(logits.max())):
+        return InternalError("logits: expected finite values, got NaN or infinity")
+    fault = None if sequence.processors is None else sequence.processors.fault
+    if fault is not None:
+        return InvalidArgument(f"structured_outputs: expected a grammar within the library's limits, got: {fault}")
+    return InvalidArgument(
+        "sampling: expected options that leave a token to choose, got none left (structured_outputs, "
+        "allowed_token_ids, bad_words, min_tokens)"
+    )

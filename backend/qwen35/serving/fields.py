@@ -9,6 +9,7 @@ from typing import Any
 
 from qwen35.errors import InvalidArgument
 from qwen35.prompt.template import check_text
+from qwen35.serving.structured import to_structured
 
 Convert = Callable[[str, Any], Any]  # (field name, value as sent) -> value; raises InvalidArgument that names the field
 
@@ -21,6 +22,7 @@ ALIASES: Mapping[str, str] = {
     "stop_words": "stop",
     "min_length": "min_tokens",
     "num_return_sequences": "n",
+    "guided_decoding": "structured_outputs",
 }
 
 
@@ -151,6 +153,9 @@ SAMPLING: Mapping[str, Convert] = {
     "skip_special_tokens": to_bool,
     "logprobs": to_int,
     "num_draft_tokens": to_int,
+    "structured_outputs": to_structured,
+    "allowed_token_ids": to_ints,
+    "thinking_token_budget": to_int,
 }
 
 # How the answer is delivered; these may also come as request parameters.
@@ -167,8 +172,15 @@ DELIVERY: Mapping[str, Convert] = {
 }
 
 # TensorRT-LLM's own: `end_id` adds a stop token (-1: no token ends it); `pad_id` and `length_penalty` act on batches
-# and beams, of which there are none, so that any value is neutral.
-TYPED_ONLY: Mapping[str, Convert] = {"end_id": to_int, "pad_id": to_int, "length_penalty": to_float}
+# and beams, of which there are none, so that any value is neutral; the two of guided decoding say the same as
+# `structured_outputs`.
+TYPED_ONLY: Mapping[str, Convert] = {
+    "end_id": to_int,
+    "pad_id": to_int,
+    "length_penalty": to_float,
+    "guided_decoding_guide_type": to_text,
+    "guided_decoding_guide": to_text,
+}
 
 # Valid elsewhere, not done here: accepted at the values that change nothing.
 UNSUPPORTED: Mapping[str, tuple[Convert, tuple[Any, ...]]] = {
@@ -179,13 +191,8 @@ UNSUPPORTED: Mapping[str, tuple[Convert, tuple[Any, ...]]] = {
     "early_stopping": (to_bool, (False,)),
     "prompt_logprobs": (to_int, ()),
     "truncate_prompt_tokens": (to_int, ()),
-    "allowed_token_ids": (to_ints, ()),
     "detokenize": (to_bool, (True,)),
     "spaces_between_special_tokens": (to_bool, (True,)),
-    "structured_outputs": (lambda _, value: value, ("", "{}", {})),
-    "guided_decoding": (lambda _, value: value, ("", "{}", {})),
-    "guided_decoding_guide_type": (to_text, ("",)),
-    "guided_decoding_guide": (to_text, ("",)),
     "lora_name": (to_text, ("",)),
     "lora_task_id": (to_int, (0,)),
     "embedding_bias_words": (to_sequence, ((),)),

@@ -16,7 +16,7 @@ from typing import Any
 
 from qwen35.engine.request import SamplingParams
 from qwen35.errors import InvalidArgument, Unsupported
-from qwen35.serving import fields
+from qwen35.serving import fields, structured
 from qwen35.serving.resolved import ResolvedRequest, Returns
 
 IMAGE_INPUTS = ("image", "image_url_input", "image_bytes_input")
@@ -179,6 +179,11 @@ def _sampling(values: Mapping[str, Any], *, is_typed: bool) -> tuple[SamplingPar
             given["stop_token_ids"] = (*given.get("stop_token_ids", ()), end_id)
         else:
             given["ignore_eos"] = True
+    guide = structured.from_guide(values.get("guided_decoding_guide_type"), values.get("guided_decoding_guide"))
+    if guide is not None:
+        if given.get("structured_outputs") not in (None, guide):
+            raise InvalidArgument.field("guided_decoding_guide", "the same as structured_outputs", guide.text)
+        given["structured_outputs"] = guide
     wants_logprobs = "logprobs" in given
     if values.get("return_log_probs") or values.get("return_cumulative_logprob"):
         given.setdefault("logprobs", 0)  # the sampled token's own

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from qwen35.engine.request import SamplingParams
+from qwen35.engine.request import SamplingParams, StructuredOutputs
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,8 @@ class ResolvedRequest:
         record = json.loads(text)
         sampling = {k: tuple(v) if isinstance(v, list) else v for k, v in record.pop("sampling").items()}
         sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
+        if sampling["structured_outputs"] is not None:
+            sampling["structured_outputs"] = StructuredOutputs(**sampling["structured_outputs"])
         return cls(
             sampling=SamplingParams(**sampling),
             returns=Returns(**record.pop("returns")),
