@@ -1,4 +1,4 @@
-"""min-p, top-k, top-p against a slow reference that sorts (value, id) pairs, ties and bans included."""
+"""min-p, top-k, top-p, typical against a slow reference that sorts (value, id) pairs, ties and bans included."""
 
 import math
 
@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from qwen35.engine import filters
 from qwen35.engine.filters import surviving
 
 
@@ -17,7 +18,7 @@ def kept(values, *options, temperature: float = 1.0) -> list[set[int]]:
     return [set(found.token_ids[found.row_of == row].tolist()) for row in range(len(values))]
 
 
-def reference(values: list[float], min_p: float, top_k: int, top_p: float) -> set[int]:
+def reference(values: list[float], min_p: float, top_k: int, top_p: float, typical_p: float = 1.0) -> set[int]:
     """One row, by the definitions."""
     peak = max(values)
     left = {i: math.exp(v - peak) for i, v in enumerate(values) if v > -math.inf}
@@ -29,6 +30,18 @@ def reference(values: list[float], min_p: float, top_k: int, top_p: float) -> se
         if before < top_p * total or top_p == 1.0:
             kept.add(i)
         before += left[i]
+    return kept if typical_p == 1.0 else typical({i: left[i] for i in kept}, typical_p)
+
+
+def typical(weights: dict[int, float], typical_p: float) -> set[int]:
+    total = sum(weights[i] for i in sorted(weights))
+    surprise = {i: math.log(total) - math.log(w) for i, w in weights.items()}
+    entropy = sum(weights[i] * surprise[i] for i in sorted(weights)) / total
+    before, kept = 0.0, set()
+    for i in sorted(weights, key=lambda i: (round(abs(surprise[i] - entropy), 9), i)):
+        if before < typical_p * total:
+            kept.add(i)
+        before += weights[i]
     return kept
 
 
@@ -65,7 +78,33 @@ def test_equals_reference(values, min_p, top_k, top_p):
     assert kept([values], min_p, top_k, top_p) == [reference(values, min_p, top_k, top_p)]
 
 
+SPREAD = [math.log(p) for p in (0.5, 0.2, 0.15, 0.1, 0.05)]  # entropy 1.35 nats: 0.2 (1.61) is nearest, then 0.15
+
+
+@pytest.mark.parametrize(
+    ("values", "typical_p", "expected"),
+    [
+        (SPREAD, 0.1, {1}),
+        (SPREAD, 0.21, {1, 2}),
+        (SPREAD, 0.36, {0, 1, 2}),  # the most likely token comes third
+        (SPREAD, 0.86, {0, 1, 2, 3}),
+        ([0.0] * 4, 0.5, {0, 1}),  # all alike: lowest ids
+        ([0.0, -math.inf, -1.0], 0.999, {0, 2}),
+    ],
+)
+def test_typical(values, typical_p, expected):
+    assert kept([values], 0.0, 0, 1.0, typical_p) == [expected]
+
+
+def test_typical_counts_what_the_other_filters_left():
+    assert kept([SPREAD], 0.0, 0, 1.0, 0.1) == [{1}]
+    # 0.59, 0.24 and 0.18 are left; entropy 0.96, surprises 0.53, 1.45 and 1.73.
+    assert kept([SPREAD], 0.0, 3, 1.0, 0.1) == [{0}]
+
+
 OPTIONS = [
+    (0.0, 0, 1.0, 0.7),
+    (0.0, 60, 0.95, 0.5),
     (0.0, 0, 0.9),
     (0.0, 50, 0.9),
     (0.01, 0, 0.99),
@@ -75,14 +114,22 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("min_p", "top_k", "top_p"), OPTIONS)
-def test_rows_do_not_depend_on_their_company(min_p, top_k, top_p):
+@pytest.mark.parametrize("options", OPTIONS)
+def test_rows_do_not_depend_on_their_company(options):
     random = np.random.default_rng(0)
     rows = random.normal(size=(19, 4099)) * random.choice([0.01, 1.0, 5.0], size=(19, 1))  # flat and peaked ones
-    together = kept(rows, min_p, top_k, top_p, temperature=0.7)
+    together = kept(rows, *options, temperature=0.7)
     for row, found in zip(rows, together, strict=True):
-        assert kept(row[None], min_p, top_k, top_p, temperature=0.7) == [found]
-        assert found == reference((row / 0.7).tolist(), min_p, top_k, top_p)
+        assert kept(row[None], *options, temperature=0.7) == [found]
+        assert found == reference((row / 0.7).tolist(), *options)
+
+
+def test_sums_have_the_same_bits_however_far_a_row_is_filled_up():
+    random = np.random.default_rng(1)
+    mass = random.random((50, 13))
+    filled = np.concatenate([mass, np.zeros((50, 250))], axis=1)
+    assert (filters._sum(filled) == filters._sum(mass)).all()
+    assert (filled.sum(axis=1) != mass.sum(axis=1)).any(), "a pairwise sum would not do"
 
 
 def test_without_filters_only_what_no_noise_could_lift_is_left_out():

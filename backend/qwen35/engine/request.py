@@ -32,6 +32,7 @@ class SamplingParams:
     top_k: int = 0  # 0 or -1: all
     top_p: float = 1.0
     min_p: float = 0.0
+    typical_p: float = 1.0  # as in transformers; vLLM has none
     seed: int | None = None  # None: drawn from the operating system when the request is made
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
@@ -56,6 +57,8 @@ class SamplingParams:
                 raise InvalidArgument.field(name, f"a value from {low} to {high}", value)
         if self.top_p <= 0.0:
             raise InvalidArgument.field("top_p", "a value above 0 and at most 1", self.top_p)
+        if self.typical_p <= 0.0:
+            raise InvalidArgument.field("typical_p", "a value above 0 and at most 1", self.typical_p)
         if self.repetition_penalty <= 0.0:
             raise InvalidArgument.field("repetition_penalty", "a value above 0", self.repetition_penalty)
         if self.min_tokens > self.max_tokens:
@@ -85,6 +88,7 @@ _RANGES = (
     ("top_k", -1, 2**31 - 1),
     ("top_p", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
+    ("typical_p", 0.0, 1.0),
     ("seed", 0, 2**64 - 1),
     ("repetition_penalty", 0.0, 1e6),
     ("presence_penalty", -2.0, 2.0),

@@ -1,8 +1,8 @@
 """The target's choice at a position, a pure function of its logits, the request's parameters, and noise keyed by place:
 argmax over the surviving tokens of logits / T + noise. The draft proposes with the same function on its own logits.
 
-Processing order: processors (bad words, min_tokens, logit bias, penalties), temperature, min-p, top-k, top-p. Rows that
-ask for the same temperature and filters are processed together; plain greedy rows cost one argmax.
+Processing order: processors (see there), temperature, min-p, top-k, top-p, typical. Rows that ask
+for the same temperature and filters are processed together; plain greedy rows cost one argmax.
 
 Letters: R rows (one generated position of one sequence each), V vocabulary, N surviving candidates of all rows."""
 
@@ -70,7 +70,7 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
     groups: dict[tuple[float | bool, ...], list[int]] = {}
     for index, row in enumerate(rows):
         options = row.sampling
-        filters = (options.temperature, options.min_p, options.top_k, options.top_p)
+        filters = (options.temperature, options.min_p, options.top_k, options.top_p, options.typical_p)
         key = (row.processors is None, *(() if row.is_greedy else filters))
         groups.setdefault(key, []).append(index)
     return list(groups.values())
@@ -104,7 +104,7 @@ def _processed(logits: Tensor, rows: Sequence[Row]) -> NDArray[np.float32 | np.f
 def _sample(values: NDArray[np.float32 | np.float64], rows: Sequence[Row]) -> NDArray[np.int64]:
     """Gumbel-max over what the filters leave. ``values``: [R, V], processed, a finite maximum in each row."""
     options = rows[0].sampling
-    candidates = surviving(values, options.temperature, options.min_p, options.top_k, options.top_p)
+    candidates = surviving(values, options.temperature, options.min_p, options.top_k, options.top_p, options.typical_p)
     keys = row_keys([r.seed for r in rows], [r.sample_index for r in rows], [r.token_index for r in rows])
     random_words = words(keys[candidates.row_of], candidates.token_ids)  # [N]
     if len(random_words) > _MANY_CANDIDATES * len(rows):

@@ -140,6 +140,7 @@ SAMPLING: Mapping[str, Convert] = {
     "top_k": to_int,
     "top_p": to_float,
     "min_p": to_float,
+    "typical_p": to_float,
     "seed": to_int,
     "repetition_penalty": to_float,
     "presence_penalty": to_float,
