@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -43,6 +44,12 @@ class Settings:
         for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected a positive integer, got {getattr(self, name)}")
+        for name in _NOT_NEGATIVE:
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name}: expected 0 or more, got {getattr(self, name)}")
+        for name in _DURATIONS:
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name}: expected a finite number of seconds above 0, got {getattr(self, name)}")
         if not 0 <= self.num_draft_tokens <= 16:
             raise ConfigError(f"num_draft_tokens: expected 0 to 16, got {self.num_draft_tokens}")
         for name, choices in _CHOICES.items():
@@ -70,7 +77,12 @@ _POSITIVE = (
     "num_vision_workers",
     "num_threads",
     "max_undrafted_tokens",
+    "kv_cache_bytes",
+    "max_image_bytes",
+    "max_image_pixels",
 )
+_NOT_NEGATIVE = ("max_context_tokens", "image_cache_bytes")
+_DURATIONS = ("request_timeout_seconds", "unclaimed_lease_seconds", "heartbeat_seconds")
 
 _CHOICES = {
     "dtype": ("auto", "bfloat16", "float32", "float64"),

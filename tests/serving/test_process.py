@@ -1,5 +1,6 @@
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -46,3 +47,14 @@ def test_streams_are_utf8_after_prepare_process(capfd):
     prepare_process()
     print("größer", file=sys.stdout)
     assert "größer" in capfd.readouterr().out
+
+
+def test_what_a_load_says_reaches_the_standard_error_of_a_stub():
+    """In a process of its own: the tests' runner has handlers already."""
+    code = (
+        "import logging; from qwen35.serving.process import prepare_process; prepare_process();"
+        "logging.getLogger('qwen35.weights.loader').info('summary');"
+        "logging.getLogger('elsewhere').info('chatter')"
+    )
+    finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert finished.stderr == "INFO qwen35.weights.loader: summary\n"

@@ -1,6 +1,7 @@
 """What loading yields: every layout and kind of weights under the names of the model's parts."""
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -232,3 +233,20 @@ def test_the_tensors_decide_and_disagreement_is_a_warning(tmp_path: Path, caplog
     assert isinstance(target.lm_head, Tensor) and isinstance(draft.fc, Tensor)
     assert report.warnings == ("2 linear layers are dense on disk, NVFP4 in the configuration: lm_head, mtp.fc",)
     assert report.warnings[0] in caplog.text  # a server's log shows it
+
+
+@pytest.mark.parametrize("with_scale", [[0], [1], [0, 1]])
+def test_experts_that_have_an_input_scale_in_part_are_refused(tmp_path: Path, with_scale: list[int]) -> None:
+    """Else a stack had rows that nobody filled (the first expert has one) or lost scales that are on disk."""
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if re.fullmatch(r"mtp\..*experts\.\d+\.up_proj\.weight", name)]:
+            module = name.removesuffix(".weight")
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+            tensors[f"{module}.weight_scale"] = torch.tensor(1.0)
+            if int(module.split(".")[-2]) in with_scale:
+                tensors[f"{module}.input_scale"] = torch.tensor(0.5)
+
+    with pytest.raises(IncompleteCheckpoint, match="expected input_scale on all experts or on none") as caught:
+        load(rewrite(tmp_path, edit))
+    assert not caught.value.missing and not caught.value.unexpected

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import locale
+import logging
 import os
 import sys
 import threading
@@ -58,6 +59,9 @@ def prepare_process() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
+    # The server's log is where a stub's stderr goes; without this only warnings of the package would reach it.
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("qwen35").setLevel(logging.INFO)
 
 
 def settings_of(args: Mapping[str, str], environment: Mapping[str, str] | None = None) -> Settings:

@@ -96,6 +96,10 @@ class TensorSource(ABC):
                 self.mismatch(f"{module}: expected {first} as in {modules[0]}, got {self.kinds[module].value}")
                 continue
             stack = stack or [_stack_of(part, len(modules)) for part in parts]
+            if [part is None for part in parts] != [target is None for target in stack]:
+                # FP8 alone has a scale that is optional: some with it would leave rows unset, or drop what is on disk.
+                self.mismatch(f"{module}: expected input_scale on all experts or on none, unlike {modules[0]}")
+                continue
             for target, part in zip(stack, parts, strict=True):
                 if target is not None and part is not None:
                     target[expert].copy_(part)
