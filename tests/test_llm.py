@@ -2,6 +2,7 @@
 
 import base64
 import io
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -182,3 +183,14 @@ def test_a_checkpoint_without_a_draft(tmp_path):
     with pytest.raises(CheckpointError, match="mtp"):
         LLM(directory, **SMALL)
     assert LLM(directory, num_draft_tokens=0, **SMALL).generate(["a"], GREEDY)[0].num_draft_tokens == 0
+
+
+def test_samples_come_prompt_by_prompt(checkpoint):
+    llm = LLM(checkpoint, num_draft_tokens=2, **SMALL)
+    completions = llm.generate(["hello", "you"], [replace(SAMPLED, n=3), SAMPLED])
+    single = LLM(checkpoint, num_draft_tokens=0, **SMALL).generate(["hello", "you"], SAMPLED)
+    assert len(completions) == 4
+    assert [completions[0].token_ids, completions[3].token_ids] == [c.token_ids for c in single]
+    assert completions[0].logprobs == single[0].logprobs
+    assert len({c.token_ids for c in completions[:3]}) == 3
+    llm.close()

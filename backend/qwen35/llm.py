@@ -12,7 +12,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -42,7 +42,7 @@ PromptInput: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Completion:
-    """What one prompt gave."""
+    """What one sample of a prompt gave."""
 
     text: str
     token_ids: tuple[int, ...]  # an EOS or stop token that ended the text is the last one
@@ -84,8 +84,8 @@ class LLM:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Completion]:
-        """One completion a prompt, in order; the prompts run side by side. ``sampling``: for all prompts, or one for
-        each. ``tools`` and ``template_kwargs`` go to the chat template.
+        """One completion a prompt (``sampling.n`` of them), in order; the prompts run side by side. ``sampling``: for
+        all prompts, or one for each. ``tools`` and ``template_kwargs`` go to the chat template.
 
         Raises the first request's error; nothing of the others goes on running.
         """
@@ -98,11 +98,11 @@ class LLM:
         with self._lock:
             first_uid, self._num_requests = self._num_requests, self._num_requests + len(prompts)
             waiting = deque(enumerate(zip(prompts, options, strict=True), start=first_uid))
-            emissions: dict[int, list[Emission]] = {first_uid + i: [] for i in range(len(prompts))}
+            emissions = {(first_uid + i, k): [] for i, one in enumerate(options) for k in range(one.n)}
             try:
                 self._run(waiting, emissions, tools, template_kwargs)
             except BaseException:
-                self._stop(emissions)
+                self._stop({uid for uid, _ in emissions})
                 raise
         return [_completion(news) for news in emissions.values()]
 
@@ -113,7 +113,7 @@ class LLM:
     def _run(
         self,
         waiting: deque[tuple[int, tuple[PromptInput, SamplingParams]]],
-        emissions: dict[int, list[Emission]],
+        emissions: dict[tuple[int, int], list[Emission]],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
     ) -> None:
@@ -124,14 +124,14 @@ class LLM:
             while waiting and num_live < max_live:
                 uid, (prompt, sampling) = waiting.popleft()
                 self.engine.submit(self._request(uid, self._prompt(prompt, tools, template_kwargs), sampling))
-                num_live += 1
+                num_live += sampling.n
             for emission in self.engine.step():
                 if emission.error is not None:
                     raise emission.error
-                emissions[emission.uid].append(emission)
+                emissions[emission.uid, emission.sample_index].append(emission)
                 num_live -= emission.is_final
 
-    def _stop(self, uids: Sequence[int] | Mapping[int, Any]) -> None:
+    def _stop(self, uids: Iterable[int]) -> None:
         for uid in uids:
             self.engine.abort(uid)
         while self.engine.has_work:

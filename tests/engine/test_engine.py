@@ -239,7 +239,7 @@ def test_queue_limit_and_double_uid():
     rig.step()  # uid 0 runs, the queue is empty again
     rig.engine.submit(request(uid=1))
     rig.engine.submit(request(uid=2))
-    with pytest.raises(Unavailable, match="fewer than 2 waiting requests, got 2"):
+    with pytest.raises(Unavailable, match="at most 2 waiting samples, got 2 and 1 of this"):
         rig.engine.submit(request(uid=3))
     rig.run()
     assert set(rig.emissions) == {0, 1, 2}

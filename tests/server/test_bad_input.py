@@ -47,7 +47,7 @@ CASES = {
     "max_tokens 0": ({"prompt": "x", "sampling": {"max_tokens": 0}}, "INVALID_ARG: max_tokens: expected"),
     "max_tokens -1": ({"prompt": "x", "sampling": {"max_tokens": -1}}, "INVALID_ARG: max_tokens: expected"),
     "no JSON": ({"prompt": "x", "sampling_parameters": "{"}, "INVALID_ARG: sampling_parameters: expected"),
-    "n": ({"prompt": "x", "sampling": {"n": 2}}, "UNSUPPORTED: n: expected 1"),
+    "n": ({"prompt": "x", "sampling": {"n": 0}}, "INVALID_ARG: n: expected a value from 1"),
     "no schema": (
         {"prompt": "x", "sampling": {"structured_outputs": {"json": {"type": "nonsense"}}}},
         "INVALID_ARG: structured_outputs.json: expected a JSON schema",

@@ -91,7 +91,7 @@ def test_generate_endpoints(server):
     ("option", "message"),
     [
         ({"beam_width": 2}, "UNSUPPORTED: beam_width: expected 1"),
-        ({"num_return_sequences": 3}, "UNSUPPORTED: n: expected 1"),
+        ({"num_return_sequences": 0}, "INVALID_ARG: n: expected a value from 1"),
         ({"guided_decoding_guide_type": "regex"}, "INVALID_ARG: guided_decoding_guide: expected a guide of type regex"),
         ({"lora_task_id": 3}, "UNSUPPORTED: lora_task_id"),
         ({"embedding_bias_words": ["a"]}, "UNSUPPORTED: embedding_bias_words"),

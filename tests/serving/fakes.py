@@ -139,8 +139,8 @@ class FakeObserver:
         pass
 
 
-def make_ticket(uid, reply=None, deadline_seconds=60.0, stream=True):
-    sampling = SamplingParams()
+def make_ticket(uid, reply=None, deadline_seconds=60.0, stream=True, n=1):
+    sampling = SamplingParams(n=n)
     resolved = ResolvedRequest(f"{uid:016x}", "client", sampling, 0, stream, Returns(finish_reason=True), False, 0, 0)
     deadline = time.monotonic() + deadline_seconds
     request = Request(uid, "client", (1, 2), torch.zeros(3, 2), torch.zeros(0, 4), sampling, 0, deadline)

@@ -122,8 +122,6 @@ def test_agreeing_sources_are_no_conflict():
 @pytest.mark.parametrize(
     ("sampling", "refused"),
     [
-        ({"n": 2}, True),
-        ({"n": "1"}, False),
         ({"best_of": 2}, True),
         ({"prompt_logprobs": 1}, True),
         ({"prompt_logprobs": None}, False),
@@ -167,7 +165,6 @@ def test_typed_inputs(typed, expected):
     "typed",
     [
         {"beam_width": 2},
-        {"num_return_sequences": 2},
         {"embedding_bias_words": ["a"], "embedding_bias_weights": [1.0]},
         {"lora_task_id": 4},
         {"return_context_logits": True},

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -146,3 +147,57 @@ def test_an_error_after_the_first_response_is_an_output():
     assert responses[1].error is None
     assert responses[1].outputs["error"].tolist() == ["INTERNAL: engine: it stopped"]
     assert responses[1].outputs["text_output"].tolist() == [""]
+
+
+def of_sample(index, *arguments, **options):
+    return replace(emission(*arguments, **options), sample_index=index)
+
+
+SAMPLES = (
+    of_sample(0, "a", [1], 1),
+    of_sample(1, "x", [6], 1),
+    of_sample(1, "y", [7], 2, finish="length"),
+    of_sample(0, "b", [2], 2, finish="stop"),
+)
+
+
+def test_samples_are_elements_at_the_door_of_vllm():
+    switches = {"return_finish_reason": True, "return_num_output_tokens": True, "return_num_input_tokens": True}
+    made = builder(VLLM, sampling_parameters='{"n": 2}', **switches)
+    (response,) = run(made, SAMPLES)
+    assert response.outputs["text_output"].tolist() == ["Prompt ab", "Prompt xy"]
+    assert response.outputs["finish_reason"].tolist() == ["stop", "length"]
+    assert response.outputs["num_output_tokens"].tolist() == [2, 2]
+    assert response.outputs["num_input_tokens"].tolist() == [20]
+    assert response.is_final
+    assert (made.delivered.num_input_tokens, made.delivered.num_output_tokens) == (20, 4)
+
+
+def test_a_stream_of_samples_at_the_door_of_vllm():
+    made = builder(VLLM, sampling_parameters='{"n": 2}', stream=True, return_finish_reason=True)
+    responses = run(made, SAMPLES)
+    texts = [response.outputs["text_output"].tolist() for response in responses]
+    assert texts == [["a", ""], ["", "x"], ["", "y"], ["b", ""]]
+    reasons = [response.outputs["finish_reason"].tolist() for response in responses]
+    assert reasons == [["None", "None"], ["None", "None"], ["None", "length"], ["stop", "length"]]
+    assert [response.is_final for response in responses] == [False, False, False, True]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_samples_have_responses_of_their_own_at_the_typed_door(stream):
+    made = builder(n=2, stream=stream, exclude_input_in_output=True, return_log_probs=True)
+    texts = ["", ""]
+    responses = run(made, SAMPLES)
+    for response in responses:
+        texts[response.outputs["sequence_index"][0, 0]] += response.outputs["text_output"][0]
+        assert response.outputs["text_output"].shape == (1,)
+    assert texts == ["ab", "xy"]
+    assert len(responses) == (4 if stream else 2)
+    assert [response.is_final for response in responses] == [False] * (len(responses) - 1) + [True]
+
+
+def test_an_error_of_one_sample_is_the_end():
+    made = builder(VLLM, sampling_parameters='{"n": 2}', stream=True)
+    responses = run(made, [*SAMPLES[:3], of_sample(0, error=InternalError("engine: it stopped"))])
+    assert responses[-1].is_final and responses[-1].outputs["error"].tolist() == ["INTERNAL: engine: it stopped"]
+    assert made.delivered.num_output_tokens == 3

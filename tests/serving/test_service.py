@@ -1,5 +1,6 @@
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -224,3 +225,31 @@ def test_stop_ends_every_client():
         assert ticket.reply.error == "UNAVAILABLE: llm: the model was unloaded while the request ran"
     with pytest.raises(Unavailable):
         service.submit(make_ticket(9))
+
+
+class SamplingEngine(FakeEngine):
+    """Two samples of each request, one a letter shorter than the other."""
+
+    def _advance(self, uid):
+        emission = super()._advance(uid)
+        return [emission, replace(emission, sample_index=1, finish_reason=None if emission.is_final else "stop")]
+
+    def step(self):
+        index = dict(self._live)
+        emissions = [e for both in super().step() for e in both]
+        return [e for e in emissions if e.sample_index == 0 or index[e.uid] == 0]
+
+
+def test_a_request_of_two_samples_ends_with_the_later_one():
+    ticket = make_ticket(1, n=2)
+    with running(SamplingEngine()) as service:
+        service.submit(ticket)
+        finished(service, ticket)
+        assert service.num_live_requests == 0
+    assert [r.outputs["text_output"].tolist() for r in ticket.reply.responses] == [
+        ["a", ""], ["", "a"], ["b", ""], ["c", ""]
+    ]  # fmt: skip
+    assert ticket.reply.responses[-1].outputs["finish_reason"].tolist() == ["stop", "stop"]
+    assert [r.is_final for r in ticket.reply.responses] == [False, False, False, True]
+    assert service.leases.closed == [ticket.lease]
+    assert service.faults == []

@@ -1,7 +1,7 @@
 """The loop: schedule, run the target, decide, commit, draft, emit. Knows neither Triton nor who owns the memory.
 
-Any thread may submit and abort; one thread steps. Whatever happens, every submitted request gets exactly one final
-emission."""
+Any thread may submit and abort; one thread steps. Whatever happens, every sample of a submitted request gets exactly
+one final emission."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -87,24 +88,25 @@ class Engine:
         self._inbox: deque[Sequence] = deque()  # this and the next two are guarded by _changed
         self._aborts: dict[int, Qwen35Error] = {}
         self._refusal: Qwen35Error | None = None
-        self._live: dict[int, Sequence] = {}  # by uid; written under _changed
+        self._live: dict[int, list[Sequence]] = {}  # by uid, the samples that go on; written under _changed
 
     def submit(self, request: Request) -> None:
         """Any thread. Raises InvalidArgument, Unavailable (queue full, engine shut down), and then emits nothing."""
-        sequence = self._admission.sequence(request)
+        num_samples = request.sampling.n
+        samples = [self._admission.sequence(replace(request, sample_index=i)) for i in range(num_samples)]
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal
             num_queued = len(self._inbox) + len(self._scheduler.waiting)
-            if num_queued >= self._max_queued_requests:
+            if num_queued + num_samples > self._max_queued_requests:
                 raise Unavailable(
-                    f"queue: expected fewer than {self._max_queued_requests} waiting requests, got {num_queued}; "
-                    "try again later"
+                    f"queue: expected at most {self._max_queued_requests} waiting samples, got {num_queued} and "
+                    f"{num_samples} of this request; try again later"
                 )
             if request.uid in self._live:
                 raise InvalidArgument.field("uid", "an id that no live request has", request.uid)
-            self._live[request.uid] = sequence
-            self._inbox.append(sequence)
+            self._live[request.uid] = list(samples)
+            self._inbox.extend(samples)
             self._changed.notify_all()
 
     def abort(self, uid: int, error: Qwen35Error | None = None) -> None:
@@ -178,7 +180,7 @@ class Engine:
 
     def _live_sequences(self) -> list[Sequence]:
         with self._changed:  # submit() adds from other threads
-            return list(self._live.values())
+            return [sequence for samples in self._live.values() for sequence in samples]
 
     def _commit(self, pieces: Iterable[Piece], decisions: Iterable[Decision]) -> None:
         """KV length, GDN state and conv window of each sequence: together."""
@@ -228,7 +230,12 @@ class Engine:
     def _forget(self, sequence: Sequence) -> None:
         self._scheduler.remove(sequence)
         with self._changed:
-            del self._live[sequence.request.uid]
+            samples = self._live[sequence.request.uid]
+            samples.remove(sequence)
+            if not samples:
+                del self._live[sequence.request.uid]
+            elif sequence.error is not None and not all(other.is_finished for other in samples):
+                self._aborts.setdefault(sequence.request.uid, sequence.error)  # the others end at the next step
         if sequence.error is None:
             self.metrics.num_finished_requests += 1
         else:

@@ -26,6 +26,7 @@ class StructuredOutputs:
 class SamplingParams:
     """Names, defaults and meanings of vLLM's SamplingParams."""
 
+    n: int = 1  # samples of one prompt
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
@@ -82,6 +83,7 @@ class SamplingParams:
 
 
 _RANGES = (
+    ("n", 1, 128),
     ("max_tokens", 1, 2**31 - 1),
     ("min_tokens", 0, 2**31 - 1),
     ("temperature", 0.0, 1e6),
@@ -101,7 +103,8 @@ _RANGES = (
 
 @dataclass(frozen=True)
 class Request:
-    """One sequence to generate. ``uid`` is unique inside the engine; ``request_id`` is the client's and need not be."""
+    """sampling.n sequences to generate. ``uid`` is unique inside the engine; ``request_id`` is the client's and need
+    not be."""
 
     uid: int
     request_id: str
@@ -113,6 +116,7 @@ class Request:
     deadline: float  # time.monotonic() seconds
     priority: int = 0  # larger runs first
     arrival: float = 0.0  # time.monotonic() seconds
+    sample_index: int = 0  # which of sampling.n; the engine makes them
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Emission:
-    """News of one request: the tokens and text of one step. Exactly one emission of a request has ``is_final``.
+    """News of one sample of a request: the tokens and text of one step. Exactly one emission of a sample has
+    ``is_final``; one with an error ends the others too.
 
     ``text`` may lag behind ``token_ids``: incomplete characters and what could be the start of a stop string are held
     back. The texts of all emissions concatenate to the whole text."""
@@ -154,6 +159,7 @@ class Emission:
     error: Qwen35Error | None = None
     # Nanoseconds since the epoch: arrival, first_scheduled, first_token, last_token, as far as they have come.
     times: dict[str, int] = field(default_factory=dict)
+    sample_index: int = 0
 
     @property
     def is_final(self) -> bool:

@@ -146,7 +146,7 @@ class Sequence:
     def row(self, drafts: tuple[int, ...] = ()) -> Row:
         """What the sampler needs to know for the position after the decided tokens and then ``drafts``."""
         request, index = self.request, self.num_generated_tokens + len(drafts)
-        return Row(request.sampling, request.seed, index, self.processors, drafts)
+        return Row(request.sampling, request.seed, index, self.processors, drafts, request.sample_index)
 
     def commit(
         self, decision: Decision, *, start: int, num_inputs: int, drafts: tuple[int, ...], is_deferred: bool
@@ -216,4 +216,5 @@ class Sequence:
             finish_reason=None if self.error else self.finish_reason,
             error=self.error,
             times=dict(self.times),
+            sample_index=self.request.sample_index,
         )

@@ -134,6 +134,7 @@ def _parse_json(value: Any, opening: str) -> Any:
 
 # Sampling options: names, meanings and ranges of qwen35.engine.request.SamplingParams.
 SAMPLING: Mapping[str, Convert] = {
+    "n": to_int,
     "max_tokens": to_int,
     "min_tokens": to_int,
     "temperature": to_float,
@@ -185,7 +186,6 @@ TYPED_ONLY: Mapping[str, Convert] = {
 
 # Valid elsewhere, not done here: accepted at the values that change nothing.
 UNSUPPORTED: Mapping[str, tuple[Convert, tuple[Any, ...]]] = {
-    "n": (to_int, (1,)),
     "best_of": (to_int, (1,)),
     "beam_width": (to_int, (1,)),
     "use_beam_search": (to_bool, (False,)),

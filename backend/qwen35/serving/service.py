@@ -6,7 +6,8 @@
     sender   one thread turns emissions into responses, in order; the final one closes the lease
     watch    one thread looks for cancelled clients, cancel flags and deadlines; it never waits for another process
 
-A ticket ends in one place, the sender, by its first final emission: so each client gets exactly one final response.
+A ticket ends in one place, the sender, by an error or the end of its last sample: so each client gets exactly one
+final response.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from qwen35.engine.metrics import EngineMetrics
@@ -210,31 +212,34 @@ class Service:
                 return
             with self._lock:
                 ticket = self._tickets.get(emission.uid)
-                if ticket is not None and emission.is_final:
+                is_end = ticket is not None and ticket.is_ended_by(emission)
+                if is_end:
                     ticket.stage = Stage.ENDING
                     del self._tickets[emission.uid]
             if ticket is not None:
-                self._deliver(ticket, emission)
+                self._deliver(ticket, emission, is_end)
 
-    def _deliver(self, ticket: Ticket, emission: Emission) -> None:
+    def _deliver(self, ticket: Ticket, emission: Emission, is_end: bool) -> None:
         try:
-            response = self._response(ticket, emission)
+            response = self._response(ticket, emission, is_end)
             if response is not None:
                 ticket.reply.send(response)
-                self._observer.sent(ticket, emission)
-                ticket.usage, ticket.last_sent = emission.usage, time.monotonic()
+                finish_reason = emission.finish_reason if is_end else None
+                told = replace(emission, usage=ticket.builder.delivered, finish_reason=finish_reason)
+                self._observer.sent(ticket, told)
+                ticket.usage, ticket.last_sent = told.usage, time.monotonic()
         except Exception as error:  # of one client: the others go on
             self._on_fault("sender", error)
             self.fail(ticket, Cancelled("response: expected to be delivered, got no way to the client"))
-        if emission.is_final:
+        if is_end:
             self._leasing.close_soon(ticket.lease)
 
-    def _response(self, ticket: Ticket, emission: Emission) -> Response | None:
-        """A final emission gives a final response even when it can't be put into words."""
+    def _response(self, ticket: Ticket, emission: Emission, is_end: bool) -> Response | None:
+        """The end of a request gives a final response even when it can't be put into words."""
         try:
             return ticket.builder.push(emission)
         except Exception as error:
-            if not emission.is_final:
+            if not is_end:
                 raise
             self._on_fault("response", error)
             return Response(error=InternalError(f"response: {type(error).__name__}"), is_final=True)

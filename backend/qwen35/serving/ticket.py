@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from qwen35.engine.request import Request, Usage
+from qwen35.engine.request import Emission, Request, Usage
 from qwen35.serving.resolved import ResolvedRequest
 from qwen35.serving.responses import Response, ResponseBuilder
 from qwen35.state.leases import Lease
@@ -31,7 +31,7 @@ class Stage(enum.Enum):
 
 @dataclass(eq=False)
 class Ticket:
-    """``stage`` is changed under the service's lock, the two after it by the sender; all else is fixed."""
+    """``stage`` is changed under the service's lock, what follows it by the sender; all else is fixed."""
 
     resolved: ResolvedRequest
     request: Request
@@ -40,12 +40,18 @@ class Ticket:
     reply: Reply
     submitted: float = field(default_factory=time.monotonic)
     stage: Stage = Stage.WAITING
+    num_finished_samples: int = 0
     usage: Usage = Usage(0, 0, 0, 0)  # as the last response said
     last_sent: float | None = None  # time.monotonic()
 
     @property
     def uid(self) -> int:
         return self.request.uid
+
+    def is_ended_by(self, emission: Emission) -> bool:
+        """Counts finished samples: True for the last one, or for an error of any."""
+        self.num_finished_samples += emission.is_final
+        return emission.error is not None or self.num_finished_samples == self.request.sampling.n
 
 
 def monotonic_of(unix_ns: int) -> float:
