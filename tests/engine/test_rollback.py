@@ -30,7 +30,7 @@ def plain_run(kind: str, request: Request) -> tuple[tuple[int, ...], dict[int, l
     engine.submit(request)
     token_ids, after = [], {}
     while engine.has_work:
-        sequence = engine._live[request.uid]
+        [sequence] = engine._live[request.uid]
         token_ids += [token_id for emission in engine.step() for token_id in emission.token_ids]
         if not sequence.is_finished:
             after[sequence.num_computed_tokens] = states(engine, sequence.slot)
@@ -44,7 +44,7 @@ def after_a_verify(kind: str, known: tuple[int, ...], num_accepted: int):
     engine._drafter = OracleDrafter({0: wrong}, wrong=0.0)
     engine.submit(REQUEST)
     engine.step()
-    sequence = engine._live[0]
+    [sequence] = engine._live[0]
     emissions = engine.step()
     assert [len(emission.token_ids) for emission in emissions] == [num_accepted + 1]
     return engine, sequence
