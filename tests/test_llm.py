@@ -194,3 +194,11 @@ def test_samples_come_prompt_by_prompt(checkpoint):
     assert completions[0].logprobs == single[0].logprobs
     assert len({c.token_ids for c in completions[:3]}) == 3
     llm.close()
+
+
+def test_logprobs_of_prompts_with_pictures_do_not_depend_on_chunks_or_drafts(checkpoint):
+    sampling = replace(GREEDY, prompt_logprobs=1)
+    plain = LLM(checkpoint, num_draft_tokens=0, **SMALL).generate(PROMPTS, sampling)
+    drafted = LLM(checkpoint, num_draft_tokens=3, max_batch_tokens=7, **SMALL).generate(PROMPTS, sampling)
+    assert [c.prompt_logprobs for c in drafted] == [c.prompt_logprobs for c in plain]
+    assert [len(c.prompt_logprobs) for c in plain] == [c.num_input_tokens - 1 for c in plain]

@@ -52,6 +52,8 @@ class Completion:
     num_accepted_draft_tokens: int
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # one entry a token when sampling.logprobs is set
     cumulative_logprob: float = 0.0  # 0 unless sampling.logprobs is set
+    # Of the prompt's second token on when sampling.prompt_logprobs is set; with the first of n samples.
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
 
 
 class LLM:
@@ -183,4 +185,5 @@ def _completion(news: Sequence[Emission]) -> Completion:
         num_accepted_draft_tokens=last.usage.num_accepted_draft_tokens,
         logprobs=tuple(entry for emission in news for entry in emission.logprobs),
         cumulative_logprob=last.cumulative_logprob,
+        prompt_logprobs=tuple(entry for emission in news for entry in emission.prompt_logprobs),
     )

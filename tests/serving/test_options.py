@@ -123,7 +123,6 @@ def test_agreeing_sources_are_no_conflict():
     ("sampling", "refused"),
     [
         ({"best_of": 2}, True),
-        ({"prompt_logprobs": 1}, True),
         ({"prompt_logprobs": None}, False),
         ({"structured_outputs": '{"structural_tag": "x"}'}, True),
         ({"structured_outputs": {}}, False),

@@ -94,7 +94,7 @@ def test_types_and_shapes():
     assert (shapes.pop("sequence_index"), shapes.pop("batch_index")) == ((1, 1), (1, 1))
     assert set(shapes.values()) == {(1,)}
     assert {name: array.dtype.type for name, array in response.outputs.items()} == {
-        name: np.dtype(kind).type for name, kind in _TYPES.items() if name != "error"
+        name: np.dtype(kind).type for name, kind in _TYPES.items() if name not in ("error", "prompt_logprobs")
     }
 
 
@@ -201,3 +201,14 @@ def test_an_error_of_one_sample_is_the_end():
     responses = run(made, [*SAMPLES[:3], of_sample(0, error=InternalError("engine: it stopped"))])
     assert responses[-1].is_final and responses[-1].outputs["error"].tolist() == ["INTERNAL: engine: it stopped"]
     assert made.delivered.num_output_tokens == 3
+
+
+def test_logprobs_of_the_prompt_come_with_the_first_response():
+    entry = (TokenLogprob(7, -1.5, 2),)
+    steps = [replace(STEPS[0], prompt_logprobs=(entry, entry)), *STEPS[1:]]
+    shown = {"7": {"logprob": -1.5, "rank": 2, "decoded_token": "<7>"}}
+    for stream in (True, False):
+        first, *others = run(builder(stream=stream, sampling_parameters='{"prompt_logprobs": 0}'), steps)
+        assert json.loads(first.outputs["prompt_logprobs"][0]) == [None, shown, shown]
+        assert all("prompt_logprobs" not in response.outputs for response in others)
+    assert all("prompt_logprobs" not in response.outputs for response in run(builder(stream=True)))

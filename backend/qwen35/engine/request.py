@@ -49,6 +49,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # number of top alternatives; None: no logprobs, and cumulative_logprob stays 0
+    prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     num_draft_tokens: int | None = None  # None: the engine's; at most the engine's
 
     def __post_init__(self) -> None:
@@ -96,6 +97,7 @@ _RANGES = (
     ("presence_penalty", -2.0, 2.0),
     ("frequency_penalty", -2.0, 2.0),
     ("logprobs", 0, 20),
+    ("prompt_logprobs", 0, 20),
     ("num_draft_tokens", 0, 16),
     ("thinking_token_budget", 0, 2**31 - 1),
 )
@@ -160,6 +162,8 @@ class Emission:
     # Nanoseconds since the epoch: arrival, first_scheduled, first_token, last_token, as far as they have come.
     times: dict[str, int] = field(default_factory=dict)
     sample_index: int = 0
+    # Of the prompt's second token on, with the first tokens of sample 0 when sampling.prompt_logprobs is set.
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
 
     @property
     def is_final(self) -> bool:

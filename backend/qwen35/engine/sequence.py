@@ -77,6 +77,7 @@ class Sequence:
         self._num_draft_tokens = 0
         self._num_accepted_draft_tokens = 0
         self._num_emitted_tokens = 0
+        self.prompt_logprobs: list[tuple[TokenLogprob, ...]] = []  # of the second token on; each once
         self._new_logprobs: list[tuple[TokenLogprob, ...]] = []
         self._cumulative_logprob = 0.0
 
@@ -87,6 +88,13 @@ class Sequence:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def num_wanted_prompt_logprobs(self) -> int:
+        """One for each prompt token but the first; for one of several samples."""
+        request = self.request
+        is_wanted = request.sampling.prompt_logprobs is not None and request.sample_index == 0
+        return self.num_prompt_tokens - 1 if is_wanted else 0
 
     @property
     def is_prefilling(self) -> bool:
@@ -204,6 +212,7 @@ class Sequence:
         token_ids = tuple(self.token_ids[first_new:])
         if not token_ids and not self.is_finished:
             return None
+        is_first = self._num_emitted_tokens == 0 and len(token_ids) > 0
         self._num_emitted_tokens += len(token_ids)
         logprobs, self._new_logprobs = tuple(self._new_logprobs), []
         return Emission(
@@ -217,4 +226,5 @@ class Sequence:
             error=self.error,
             times=dict(self.times),
             sample_index=self.request.sample_index,
+            prompt_logprobs=tuple(self.prompt_logprobs) if is_first else (),
         )

@@ -16,6 +16,8 @@ from qwen35.engine.sequence import Decision, Sequence
 from qwen35.errors import InternalError, InvalidArgument, Qwen35Error
 from qwen35.views import CacheView
 
+_PROMPT_ROWS = 16  # the reference computes rows in tiles of as many
+
 
 class TargetRunner:
     """``cache`` is written in place by every run."""
@@ -36,6 +38,7 @@ class TargetRunner:
 
     def decide(self, pieces: SequenceOf[Piece], hidden: Tensor) -> list[Decision]:
         """One decision a piece: the accepted drafts and the bonus token, the first token after a prompt, or nothing."""
+        self._read_prompts(pieces, hidden)
         rows = [piece.sequence.row(piece.drafts[:i]) for piece in pieces for i in range(piece.num_rows)]
         if not rows:
             return [Decision() for _ in pieces]
@@ -51,6 +54,21 @@ class TargetRunner:
         if all(piece.num_decided == 1 for piece in pieces):
             self._costs.target.add(sum(piece.num_inputs for piece in pieces), self._costs.clock() - self._started)
         return decisions
+
+    def _read_prompts(self, pieces: SequenceOf[Piece], hidden: Tensor) -> None:
+        """Log probabilities of prompt tokens for those who want them, few rows at a time: a whole chunk's logits would
+        take hundreds of megabytes. What is computed again after a preemption is not read again."""
+        offset = 0
+        for piece in pieces:
+            sequence, known = piece.sequence, piece.sequence.prompt_logprobs
+            shift, num_top = offset - piece.start, sequence.request.sampling.prompt_logprobs or 0
+            end = min(piece.end, sequence.num_wanted_prompt_logprobs)
+            while len(known) < end:
+                first, last = len(known), min(end, len(known) + _PROMPT_ROWS)
+                logits = self._target.logits(hidden[first + shift : last + shift]).float().cpu().numpy()
+                next_ids = sequence.token_ids[first + 1 : last + 1]
+                known += [token_logprobs(row, t, num_top) for row, t in zip(logits, next_ids, strict=True)]
+            offset += piece.num_inputs
 
     def materialise(self, sequence: Sequence, position: int) -> None:
         """Brings the gated delta state and the conv window in the sequence's slot to its first ``position`` tokens, a

@@ -24,6 +24,7 @@ _TYPES = {
     "finish_reason": np.object_,
     "cumulative_logprob": np.float32,
     "logprobs": np.object_,
+    "prompt_logprobs": np.object_,
     "num_input_tokens": np.uint32,
     "num_output_tokens": np.uint32,
     "error": np.object_,
@@ -62,6 +63,7 @@ class _Sample:
     text: str = ""
     num_tokens: int = 0
     logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[TokenLogprob, ...]] = field(default_factory=list)
     usage: Usage = Usage(0, 0, 0, 0)
     finish_reason: str | None = None
     cumulative_logprob: float = 0.0
@@ -71,11 +73,12 @@ class _Sample:
         self.text += emission.text
         self.num_tokens += len(emission.token_ids)
         self.logprobs += emission.logprobs
+        self.prompt_logprobs += emission.prompt_logprobs
         self.usage, self.finish_reason = emission.usage, emission.finish_reason
         self.cumulative_logprob, self.times = emission.cumulative_logprob, emission.times
 
     def clear(self) -> None:
-        self.text, self.num_tokens, self.logprobs = "", 0, []
+        self.text, self.num_tokens, self.logprobs, self.prompt_logprobs = "", 0, [], []
 
 
 class ResponseBuilder:
@@ -147,6 +150,9 @@ class ResponseBuilder:
             values["num_input_tokens"] = [usage.num_input_tokens]
         if returns.num_output_tokens:
             values["num_output_tokens"] = [sample.num_tokens for sample in shown]
+        if self._request.sampling.prompt_logprobs is not None and not self._has_sent:
+            of_prompt = [self._position(candidates) for candidates in shown[0].prompt_logprobs]
+            values["prompt_logprobs"] = [json.dumps([None, *of_prompt], ensure_ascii=False)]
         if returns.log_probs:
             values["cum_log_probs"] = [shown[0].cumulative_logprob]
             values["output_log_probs"] = [[candidates[0].logprob for candidates in shown[0].logprobs]]
