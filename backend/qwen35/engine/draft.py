@@ -23,6 +23,7 @@ from qwen35.engine.draft_length import Costs, DraftLengths
 from qwen35.engine.metrics import EngineMetrics
 from qwen35.engine.sampler import choose
 from qwen35.engine.sequence import Sequence
+from qwen35.kernels.scan import RowScan
 from qwen35.views import BatchView, CacheView
 
 
@@ -48,8 +49,10 @@ class Drafter:
         costs: Costs,
         metrics: EngineMetrics,
         max_undrafted_tokens: int,
+        row_scan: RowScan | None = None,
     ) -> None:
-        """``max_undrafted_tokens``: hidden states kept for a sequence that pauses; with more it drafts no more."""
+        """``max_undrafted_tokens``: hidden states kept for a sequence that pauses; with more it drafts no more.
+        ``row_scan``: for rows of logits, see the sampler."""
         self._draft = draft
         self._target = target
         self._cache = cache
@@ -58,6 +61,7 @@ class Drafter:
         self._costs = costs
         self._metrics = metrics
         self._max_undrafted_tokens = max_undrafted_tokens
+        self._scan = row_scan
 
     def propose(self, pieces: SequenceOf[Piece], hidden: Tensor) -> None:
         """Sets ``drafts`` of the sequences that decode. Called after commit; ``hidden``: [T, H] of the pieces'
@@ -115,7 +119,8 @@ class Drafter:
         output = self._run(passes, hidden)[last.to(self._device)]
         sequences, output = _those_that_want_more([piece.sequence for piece in passes], output)
         if sequences:
-            choices = choose(self._target.logits(output), [sequence.row(sequence.drafts) for sequence in sequences])
+            rows = [sequence.row(sequence.drafts) for sequence in sequences]
+            choices = choose(self._target.logits(output), rows, self._scan)
             for sequence, token_id in zip(sequences, choices.token_ids.tolist(), strict=True):
                 sequence.drafts += (token_id,)
             self._costs.draft.add(sum(num_inputs), self._costs.clock() - started)

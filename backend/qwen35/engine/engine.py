@@ -28,6 +28,7 @@ from qwen35.engine.scheduler import Scheduler
 from qwen35.engine.sequence import Decision, Sequence
 from qwen35.engine.target import TargetRunner
 from qwen35.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArgument, Qwen35Error, Unavailable
+from qwen35.kernels.scan import RowScan
 from qwen35.settings import Settings
 from qwen35.views import CacheView
 
@@ -49,9 +50,10 @@ class Engine:
         tokenizer: Any,
         config: ModelConfig,
         settings: Settings,
+        row_scan: RowScan | None = None,
     ) -> None:
         """``draft``: None turns drafting off. ``pool`` hands out block and slot numbers of ``cache``. ``tokenizer``:
-        anything that ``Vocabulary`` takes."""
+        anything that ``Vocabulary`` takes. ``row_scan``: makes sampling from large vocabularies quicker."""
         device = cache.attention[0].keys.device
         num_draft_tokens = settings.num_draft_tokens if draft is not None else 0
         self.vocabulary = Vocabulary(tokenizer)
@@ -71,7 +73,7 @@ class Engine:
             pool, block_tokens=settings.block_tokens, max_batch_tokens=settings.max_batch_tokens
         )
         costs = Costs()
-        self._target = TargetRunner(target, cache, device, costs)
+        self._target = TargetRunner(target, cache, device, costs, row_scan)
         self._drafter: Drafter | None = None
         if draft is not None and num_draft_tokens:
             self._drafter = Drafter(
@@ -83,6 +85,7 @@ class Engine:
                 costs=costs,
                 metrics=self.metrics,
                 max_undrafted_tokens=settings.max_undrafted_tokens,
+                row_scan=row_scan,
             )
         self._changed = threading.Condition()
         self._inbox: deque[Sequence] = deque()  # this and the next two are guarded by _changed

@@ -47,11 +47,11 @@ def surviving(
     if min_p:
         keep &= scaled >= peak[:, None] + math.log(min_p)
     if top_k:
-        keep &= _largest(np.where(keep, scaled, -np.inf), top_k)
+        keep &= largest(np.where(keep, scaled, -np.inf), top_k)
     if top_p < 1.0:
         mass = np.exp(np.where(keep, scaled, -np.inf) - peak[:, None])  # [R, M]
         total = _sum(mass) if min_p or top_k else _total_mass(values, peak, temperature)  # [R]
-        keep &= _until(mass, -mass, top_p * total)
+        keep &= until(mass, -mass, top_p * total)
     if typical_p < 1.0:
         keep &= _typical(np.where(keep, scaled, -np.inf) - peak[:, None], typical_p)
     kept = keep[first.row_of, columns]
@@ -99,10 +99,10 @@ def _typical(logits: Floats, typical_p: float) -> NDArray[np.bool_]:
     surprise = np.log(total)[:, None] - np.where(is_in, logits, 0.0)  # [R, M] -log p
     entropy = _sum(mass * surprise) / total  # [R]
     distance = np.where(is_in, np.abs(surprise - entropy[:, None]), np.inf)
-    return _until(mass, distance, typical_p * total)
+    return until(mass, distance, typical_p * total)
 
 
-def _until(mass: Floats, rank: Floats, needed: Floats) -> NDArray[np.bool_]:
+def until(mass: Floats, rank: Floats, needed: Floats) -> NDArray[np.bool_]:
     """Mask [R, M] of the tokens in ascending ``rank`` until they sum to ``needed`` [R], the one that crosses it
     included."""
     order = np.argsort(rank, axis=1, kind="stable")
@@ -113,7 +113,7 @@ def _until(mass: Floats, rank: Floats, needed: Floats) -> NDArray[np.bool_]:
     return keep
 
 
-def _largest(values: Floats, num: int) -> NDArray[np.bool_]:
+def largest(values: Floats, num: int) -> NDArray[np.bool_]:
     """Mask [R, M] of the ``num`` largest values in each row."""
     if num >= values.shape[1]:
         return np.ones(values.shape, dtype=np.bool_)

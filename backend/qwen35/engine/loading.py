@@ -29,6 +29,7 @@ def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache:
     ops = select_ops(settings, device)
     draft = None if draft_weights is None else DraftModel(config.text, draft_weights, ops)
     tokenizer = Tokenizer.from_directory(settings.checkpoint)
-    engine = Engine(LanguageModel(config.text, weights, ops), draft, pool, cache, tokenizer, config, settings)
+    target = LanguageModel(config.text, weights, ops)
+    engine = Engine(target, draft, pool, cache, tokenizer, config, settings, ops.row_scan)
     pool.on_refill = engine.notify
     return engine

@@ -17,9 +17,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from qwen35.engine.filters import Candidates, surviving
+from qwen35.engine.leading import MIN_VOCAB, choose_leading
 from qwen35.engine.noise import gumbel, least_word, row_keys, words
 from qwen35.engine.processors import Processors
 from qwen35.engine.request import SamplingParams
+from qwen35.kernels.scan import RowScan
 
 GREEDY_TEMPERATURE = 1e-5  # below it: plain argmax
 _MAX_BLOCK_ELEMENTS = 1 << 23  # logits processed at a time, 64 MiB in float64
@@ -52,8 +54,9 @@ class Choices:
     is_valid: NDArray[np.bool_]
 
 
-def choose(logits: Tensor, rows: Sequence[Row]) -> Choices:
-    """``logits``: [R, V] float32, one row for each of ``rows``; they are not changed."""
+def choose(logits: Tensor, rows: Sequence[Row], scan: RowScan | None = None) -> Choices:
+    """``logits``: [R, V] float32, one row for each of ``rows``; they are not changed. ``scan`` makes it quicker and
+    changes no choice."""
     assert len(logits) == len(rows), f"{len(rows)} rows need as many rows of logits, got {len(logits)}"
     choices = Choices(np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.bool_))
     for indices in _groups(rows):
@@ -61,7 +64,7 @@ def choose(logits: Tensor, rows: Sequence[Row]) -> Choices:
         for start in range(0, len(indices), block_rows):
             block = indices[start : start + block_rows]
             selected = logits if len(block) == len(rows) else logits[torch.tensor(block, device=logits.device)]
-            choices.token_ids[block], choices.is_valid[block] = _choose_alike(selected, [rows[i] for i in block])
+            choices.token_ids[block], choices.is_valid[block] = _choose_alike(selected, [rows[i] for i in block], scan)
     return choices
 
 
@@ -76,7 +79,9 @@ def _groups(rows: Sequence[Row]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _choose_alike(logits: Tensor, rows: Sequence[Row]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+def _choose_alike(
+    logits: Tensor, rows: Sequence[Row], scan: RowScan | None
+) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
     if rows[0].is_greedy and rows[0].processors is None:
         peak, token_ids = logits.max(dim=1)  # the first, hence lowest, of equal ones; NaN wins
         return token_ids.cpu().numpy(), torch.isfinite(peak).cpu().numpy()
@@ -87,7 +92,7 @@ def _choose_alike(logits: Tensor, rows: Sequence[Row]) -> tuple[NDArray[np.int64
         valid_rows = [row for row, valid in zip(rows, is_valid, strict=True) if valid]
         valid_values = values if is_valid.all() else values[is_valid]
         is_greedy = rows[0].is_greedy
-        token_ids[is_valid] = valid_values.argmax(axis=1) if is_greedy else _sample(valid_values, valid_rows)
+        token_ids[is_valid] = valid_values.argmax(axis=1) if is_greedy else _sample(valid_values, valid_rows, scan)
     return token_ids, is_valid
 
 
@@ -101,18 +106,32 @@ def _processed(logits: Tensor, rows: Sequence[Row]) -> NDArray[np.float32 | np.f
     return values
 
 
-def _sample(values: NDArray[np.float32 | np.float64], rows: Sequence[Row]) -> NDArray[np.int64]:
+def _sample(values: NDArray[np.float32 | np.float64], rows: Sequence[Row], scan: RowScan | None) -> NDArray[np.int64]:
     """Gumbel-max over what the filters leave. ``values``: [R, V], processed, a finite maximum in each row."""
-    options = rows[0].sampling
-    candidates = surviving(values, options.temperature, options.min_p, options.top_k, options.top_p, options.typical_p)
     keys = row_keys([r.seed for r in rows], [r.sample_index for r in rows], [r.token_index for r in rows])
+    if scan is None or values.shape[1] < MIN_VOCAB:
+        return _sample_block(values, rows[0].sampling, keys)
+    chosen = [choose_leading(row, rows[0].sampling, key, scan) for row, key in zip(values, keys, strict=True)]
+    return np.array(
+        [
+            _sample_block(values[i : i + 1], rows[0].sampling, keys[i : i + 1])[0] if token_id is None else token_id
+            for i, token_id in enumerate(chosen)
+        ]
+    )
+
+
+def _sample_block(
+    values: NDArray[np.float32 | np.float64], options: SamplingParams, keys: NDArray[np.uint64]
+) -> NDArray[np.int64]:
+    """[R] the definition in full: filters, noise, argmax. ``keys``: [R], of the rows' noise."""
+    candidates = surviving(values, options.temperature, options.min_p, options.top_k, options.top_p, options.typical_p)
     random_words = words(keys[candidates.row_of], candidates.token_ids)  # [N]
-    if len(random_words) > _MANY_CANDIDATES * len(rows):
-        candidates, random_words = _that_can_win(candidates, random_words, len(rows))
+    if len(random_words) > _MANY_CANDIDATES * len(values):
+        candidates, random_words = _that_can_win(candidates, random_words, len(values))
     scores = candidates.scaled + gumbel(random_words)
-    best = _row_maxima(scores, candidates.row_of, len(rows))
+    best = _row_maxima(scores, candidates.row_of, len(values))
     winners = np.flatnonzero(scores == best[candidates.row_of])  # ascending: the first of a row has its lowest token id
-    return candidates.token_ids[winners[np.searchsorted(candidates.row_of[winners], np.arange(len(rows)))]]
+    return candidates.token_ids[winners[np.searchsorted(candidates.row_of[winners], np.arange(len(values)))]]
 
 
 def _that_can_win(

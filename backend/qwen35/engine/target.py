@@ -14,6 +14,7 @@ from qwen35.engine.logprobs import token_logprobs
 from qwen35.engine.sampler import choose
 from qwen35.engine.sequence import Decision, Sequence
 from qwen35.errors import InternalError, InvalidArgument, Qwen35Error
+from qwen35.kernels.scan import RowScan
 from qwen35.views import CacheView
 
 _PROMPT_ROWS = 16  # the reference computes rows in tiles of as many
@@ -22,9 +23,17 @@ _PROMPT_ROWS = 16  # the reference computes rows in tiles of as many
 class TargetRunner:
     """``cache`` is written in place by every run."""
 
-    def __init__(self, target: Target, cache: CacheView, device: torch.device, costs: Costs) -> None:
-        """``costs`` learns what steps of decodes alone take."""
+    def __init__(
+        self,
+        target: Target,
+        cache: CacheView,
+        device: torch.device,
+        costs: Costs,
+        row_scan: RowScan | None = None,
+    ) -> None:
+        """``costs`` learns what steps of decodes alone take. ``row_scan``: for rows of logits, see the sampler."""
         self._costs = costs
+        self._scan = row_scan
         self._started = 0.0
         self._target = target
         self._cache = cache
@@ -43,17 +52,32 @@ class TargetRunner:
         if not rows:
             return [Decision() for _ in pieces]
         logits = self._target.logits(hidden[logit_rows(pieces).to(self._device)])
-        choices = choose(logits, rows)
+        choices = choose(logits, rows, self._scan)
         decisions: list[Decision] = []
         first = 0
         for piece in pieces:
             end = first + piece.num_rows
             own = slice(first, end)
-            decisions.append(_decide(piece, logits[own], choices.token_ids[own], choices.is_valid[own]))
+            decisions.append(self._decide(piece, logits[own], choices.token_ids[own], choices.is_valid[own]))
             first = end
         if all(piece.num_decided == 1 for piece in pieces):
             self._costs.target.add(sum(piece.num_inputs for piece in pieces), self._costs.clock() - self._started)
         return decisions
+
+    def _decide(self, piece: Piece, logits: Tensor, choices: SequenceOf[int], is_valid: SequenceOf[bool]) -> Decision:
+        """``logits`` [k + 1, V], ``choices`` and ``is_valid`` [k + 1]; all empty for a prompt chunk in the middle."""
+        if piece.num_rows == 0:
+            return Decision()
+        token_ids = accept(piece.drafts, [int(token_id) for token_id in choices])
+        if not all(is_valid[: len(token_ids)]):
+            return Decision(error=_no_choice(piece.sequence, logits[list(is_valid).index(False)]))
+        num_top = piece.sequence.request.sampling.logprobs
+        if num_top is None:
+            return Decision(token_ids)
+        values = logits[: len(token_ids)].float().cpu().numpy()
+        return Decision(
+            token_ids, tuple(token_logprobs(v, t, num_top, self._scan) for v, t in zip(values, token_ids, strict=True))
+        )
 
     def _read_prompts(self, pieces: SequenceOf[Piece], hidden: Tensor) -> None:
         """Log probabilities of prompt tokens for those who want them, few rows at a time: a whole chunk's logits would
@@ -67,7 +91,7 @@ class TargetRunner:
                 first, last = len(known), min(end, len(known) + _PROMPT_ROWS)
                 logits = self._target.logits(hidden[first + shift : last + shift]).float().cpu().numpy()
                 next_ids = sequence.token_ids[first + 1 : last + 1]
-                known += [token_logprobs(row, t, num_top) for row, t in zip(logits, next_ids, strict=True)]
+                known += [token_logprobs(row, t, num_top, self._scan) for row, t in zip(logits, next_ids, strict=True)]
             offset += piece.num_inputs
 
     def materialise(self, sequence: Sequence, position: int) -> None:
@@ -91,20 +115,6 @@ class TargetRunner:
             for rows in (view.pending_inputs, view.pending_decay, view.pending_beta):
                 own = rows[sequence.slot]
                 own[: sequence.num_pending] = own[num_inputs : num_inputs + sequence.num_pending].clone()
-
-
-def _decide(piece: Piece, logits: Tensor, choices: SequenceOf[int], is_valid: SequenceOf[bool]) -> Decision:
-    """``logits`` [k + 1, V], ``choices`` and ``is_valid`` [k + 1]; all empty for a prompt chunk in the middle."""
-    if piece.num_rows == 0:
-        return Decision()
-    token_ids = accept(piece.drafts, [int(token_id) for token_id in choices])
-    if not all(is_valid[: len(token_ids)]):
-        return Decision(error=_no_choice(piece.sequence, logits[list(is_valid).index(False)]))
-    num_top = piece.sequence.request.sampling.logprobs
-    if num_top is None:
-        return Decision(token_ids)
-    values = logits[: len(token_ids)].float().cpu().numpy()
-    return Decision(token_ids, tuple(token_logprobs(v, t, num_top) for v, t in zip(values, token_ids, strict=True)))
 
 
 def _no_choice(sequence: Sequence, logits: Tensor) -> Qwen35Error:

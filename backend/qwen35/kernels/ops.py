@@ -22,12 +22,15 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from qwen35.kernels.scan import RowScan
 from qwen35.nvfp4 import LinearWeight
 from qwen35.views import BatchView, GatedDeltaView, KVView
 
 
 class Ops(Protocol):
     """One implementation of the model's arithmetic. Methods return new tensors and write only into cache views."""
+
+    row_scan: RowScan | None  # for the sampler, which does without where there is none
 
     def linear(
         self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None

@@ -56,6 +56,13 @@ struct Experts {
   int64_t num_tokens, top;
 };
 
+// A row of logits; depth = (peak - value) * rate, scaled = value * inverse.
+struct RowScan {
+  const void* values;  // [count] float, or double
+  int64_t count, is_double, num_depths;
+  double peak, rate, inverse;
+};
+
 // What one instruction set implements.
 struct Kernels {
   const char* name;
@@ -70,6 +77,9 @@ struct Kernels {
                  int64_t width, int64_t half);
   void (*gated_delta)(const GatedDelta*);
   void (*attention)(const Attention*);
+  void (*scan_depths)(const RowScan*, int64_t* counts, double* masses);
+  int64_t (*scan_between)(const RowScan*, double low, double high, int64_t* ids);
+  int64_t (*scan_contenders)(const RowScan*, double limit, uint64_t key, int64_t capacity, int64_t* ids, double* scores);
 };
 
 extern const Kernels kernels_portable;

@@ -94,6 +94,14 @@ void qwen35_rotate(const bf16* x, const float* cos, const float* sin, bf16* out,
 }
 void qwen35_gated_delta(const GatedDelta* arguments) { chosen->gated_delta(arguments); }
 void qwen35_attention(const Attention* arguments) { chosen->attention(arguments); }
+void qwen35_scan_depths(const RowScan* row, int64_t* counts, double* masses) { chosen->scan_depths(row, counts, masses); }
+int64_t qwen35_scan_between(const RowScan* row, double low, double high, int64_t* ids) {
+  return chosen->scan_between(row, low, high, ids);
+}
+int64_t qwen35_scan_contenders(const RowScan* row, double limit, uint64_t key, int64_t capacity, int64_t* ids,
+                               double* scores) {
+  return chosen->scan_contenders(row, limit, key, capacity, ids, scores);
+}
 
 // Log decay rate * softplus(a + dt_bias) and beta = sigmoid(b); few elements, so in double, one at a time.
 void qwen35_delta_gates(const bf16* a, const bf16* b, const float* rate, const float* dt_bias, float* decay,

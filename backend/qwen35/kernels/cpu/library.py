@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import c_char_p, c_float, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 from qwen35.kernels.cpu.recipe import library_path
@@ -37,6 +37,9 @@ GatedDelta = _record(
     *_all(c_int64, "num_sequences num_heads key_width value_width channels conv_width max_pending"),
 )
 Experts = _record(*_all(c_void_p, "x ids shares gate up down out"), *_all(c_int64, "num_tokens top"))
+RowRecord = _record(
+    ("values", c_void_p), *_all(c_int64, "count is_double num_depths"), *_all(c_double, "peak rate inverse")
+)
 
 _SIGNATURES = {
     "qwen35_set_num_threads": (c_int64,),
@@ -50,6 +53,11 @@ _SIGNATURES = {
     "qwen35_gated_delta": (c_void_p,),
     "qwen35_attention": (c_void_p,),
     "qwen35_delta_gates": (c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64),
+    "qwen35_scan_depths": (c_void_p, c_void_p, c_void_p),
+}
+_COUNTING_SIGNATURES = {  # these return a number
+    "qwen35_scan_between": (c_void_p, c_double, c_double, c_void_p),
+    "qwen35_scan_contenders": (c_void_p, c_double, c_uint64, c_int64, c_void_p, c_void_p),
 }
 
 
@@ -63,9 +71,10 @@ def find_library() -> Path:
 def load_library(path: Path) -> ctypes.CDLL:
     """Loads it and chooses the instruction set. Raises OSError when it is not there or cannot run on this CPU."""
     library = ctypes.CDLL(str(path))
-    for name, arguments in _SIGNATURES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, None
+    for signatures, result in ((_SIGNATURES, None), (_COUNTING_SIGNATURES, c_int64)):
+        for name, arguments in signatures.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, result
     library.qwen35_select.argtypes, library.qwen35_select.restype = (c_char_p,), c_char_p
     wanted = os.environ.get(ISA_VARIABLE, "")
     if library.qwen35_select(wanted.encode()) is None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from qwen35.kernels.cpu.library import Attention, Experts, GatedDelta, find_library, load_library
+from qwen35.kernels.cpu.scan import NativeRowScan
 from qwen35.kernels.cpu.weights import WeightRecords
 from qwen35.kernels.library import exportable, register
 from qwen35.kernels.reference import ReferenceOps
@@ -38,6 +39,7 @@ class CpuOps:
         self._reference = ReferenceOps(quantize_inputs=quantize_inputs)
         self._quantize_inputs = quantize_inputs
         self._weights = WeightRecords()
+        self.row_scan = NativeRowScan(self._library)
         self._sequences: tuple[weakref.ref[BatchView], Tensor] | None = None
         self.name = "cpu_quantized_inputs" if quantize_inputs else "cpu"
         register(self.name, self)

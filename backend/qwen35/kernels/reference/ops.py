@@ -30,6 +30,7 @@ class ReferenceOps:
         self._quantize_inputs = quantize_inputs
         self.name = "reference_quantized_inputs" if quantize_inputs else "reference"
         register(self.name, self)
+        self.row_scan = None
         self._planned: tuple[weakref.ref[BatchView], BatchPlan] | None = None
 
     @exportable
