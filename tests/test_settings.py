@@ -14,6 +14,7 @@ from qwen35.settings import Settings
         *[(name, value) for name in ("kv_cache_bytes", "max_image_bytes", "max_image_pixels") for value in ("0", "-5")],
         ("max_context_tokens", "-1"),
         ("image_cache_bytes", "-1"),
+        ("swap_bytes", "-1"),
         ("num_slots", "0"),
         ("num_draft_tokens", "17"),
         ("kernels", "gpu"),
@@ -26,5 +27,6 @@ def test_values_out_of_range_are_refused_by_name(name, value):
 
 
 def test_zero_means_none_where_it_is_allowed():
-    settings = Settings.resolve({"max_context_tokens": "0", "image_cache_bytes": "0", "num_draft_tokens": "0"}, {})
-    assert (settings.max_context_tokens, settings.image_cache_bytes, settings.num_draft_tokens) == (0, 0, 0)
+    names = ("max_context_tokens", "image_cache_bytes", "swap_bytes", "num_draft_tokens")
+    settings = Settings.resolve(dict.fromkeys(names, "0"), {})
+    assert [getattr(settings, name) for name in names] == [0] * 4

@@ -27,6 +27,7 @@ class Settings:
     kv_cache_dtype: str = "auto"  # auto: fp8 when the checkpoint announces it, else dtype's
     block_tokens: int = 16
     kv_cache_bytes: int = 256 << 20  # bytes of all KV blocks
+    swap_bytes: int = 256 << 20  # host memory for what preempted sequences have computed; 0: they compute it again
     num_slots: int = 16  # sequences that run at the same time
     max_batch_tokens: int = 512  # token budget of one step
     max_context_tokens: int = 0  # 0: the model's max_position_embeddings
@@ -81,7 +82,7 @@ _POSITIVE = (
     "max_image_bytes",
     "max_image_pixels",
 )
-_NOT_NEGATIVE = ("max_context_tokens", "image_cache_bytes")
+_NOT_NEGATIVE = ("max_context_tokens", "image_cache_bytes", "swap_bytes")
 _DURATIONS = ("request_timeout_seconds", "unclaimed_lease_seconds", "heartbeat_seconds")
 
 _CHOICES = {

@@ -186,6 +186,7 @@ def schedule(seed: int) -> Schedule:
             "num_slots": draw.randint(1, 4),
             "max_batch_tokens": draw.choice((3, 6, 11, 18, 64)),
             "max_undrafted_tokens": draw.choice((1, 4, 64)),
+            "swap_bytes": draw.choice((0, 15_000, 1 << 20)),  # copies of nobody, of somebody, of all
         },
     )
 

@@ -10,6 +10,7 @@ import torch
 
 from qwen35.engine.batch import Piece
 from qwen35.engine.sequence import Sequence
+from qwen35.engine.snapshot import Snapshot
 from qwen35.kernels.reference import attention, gated_delta, plan
 from tests.engine import differential
 from tests.engine.differential import play, schedule
@@ -28,7 +29,8 @@ def test_schedules_reach_what_they_are_for():
     accepted = sum(engine.metrics.num_accepted_draft_tokens for engine in engines)
     assert min(accepted, drafted - accepted) > 30
     assert sum(engine.metrics.num_failed_requests for engine in engines) > 1
-    assert sum(engine.metrics.num_preemptions for engine in engines) > 3
+    for name in ("num_preemptions", "num_dropped_tokens", "num_swapped_in_tokens"):
+        assert sum(getattr(engine.metrics, name) for engine in engines) > 3, name
     images = [visit for seed in range(NUM_LOOKED_AT) for visit in schedule(seed).visits if visit.index % 4 == 3]
     assert len(images) > 5
 
@@ -122,7 +124,19 @@ def preempted_state_kept(monkeypatch):
     monkeypatch.setattr(Sequence, "rewind", faulty)
 
 
-FAULTS = [preempted_state_kept, replay_off_by_one, stale_conv_window, own_chunk_unrounded, slot_reused_without_reset,
+def pending_inputs_not_swapped(monkeypatch):
+    """A sequence comes back without the inputs that were accepted last."""
+    restore = Snapshot.restore
+
+    def faulty(self, cache, sequence):
+        restore(self, cache, sequence)
+        for view in cache.gated_delta:
+            view.pending_inputs[sequence.slot].zero_()
+
+    monkeypatch.setattr(Snapshot, "restore", faulty)
+
+
+FAULTS = [pending_inputs_not_swapped, preempted_state_kept, replay_off_by_one, stale_conv_window, own_chunk_unrounded, slot_reused_without_reset,
           penalties_blind_to_drafts, drafts_at_the_wrong_position]  # fmt: skip
 
 

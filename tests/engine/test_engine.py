@@ -418,14 +418,23 @@ def crowd():
 
 @pytest.mark.parametrize("num_blocks", [8, 9, 11, 15])
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 3, 5])
-@pytest.mark.parametrize("draft", ["right", "mixed"])
-def test_preemption_changes_nothing(num_draft_tokens, draft, num_blocks, crowd):
-    """Each needs 8 blocks at its end, together they can have little more."""
-    rig = Rig(num_draft_tokens=num_draft_tokens, draft=draft, num_blocks=num_blocks, max_batch_tokens=9)
+@pytest.mark.parametrize(("draft", "swap_bytes"), [("right", 0), ("right", 10_000), ("mixed", 0), ("mixed", 700)])
+def test_preemption_changes_nothing(num_draft_tokens, draft, swap_bytes, num_blocks, crowd):
+    """Each needs 8 blocks at its end, together they can have little more. Copies of all of them, some or none fit."""
+    rig = Rig(
+        num_draft_tokens=num_draft_tokens,
+        draft=draft,
+        num_blocks=num_blocks,
+        max_batch_tokens=9,
+        swap_bytes=swap_bytes,
+    )
     rig.run(CROWD)
     assert outcome(rig) == crowd
     metrics = rig.engine.metrics
-    assert metrics.num_preemptions > 0 and metrics.num_dropped_tokens > 0
+    assert metrics.num_preemptions > 0 and metrics.num_dropped_tokens + metrics.num_swapped_out_tokens > 0
+    assert metrics.num_dropped_tokens == 0 or swap_bytes < 10_000
+    assert metrics.num_swapped_out_tokens == 0 or swap_bytes > 0
+    assert metrics.num_swapped_in_tokens == metrics.num_swapped_out_tokens and metrics.num_swapped_bytes == 0
     assert metrics.num_prompt_tokens == 2 * len(CROWD), "prompts that are run again count once"
     ends = [emissions[-1].times["last_token"] for _, emissions in sorted(rig.emissions.items())]
     assert ends[0] == min(ends), "the first in rank is never preempted"

@@ -69,8 +69,9 @@ def test_nothing_is_sent_to_a_dead_server(monkeypatch):
 def test_gauges_show_what_the_engine_holds():
     FakeFamily.metrics, server = {}, ServerProcess()
     observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"}, server)
-    observer.watched(EngineMetrics(num_running_requests=3, num_waiting_requests=7))
-    assert (FakeFamily.metrics["running_requests"].value, FakeFamily.metrics["waiting_requests"].value) == (3, 7)
+    observer.watched(EngineMetrics(num_running_requests=3, num_waiting_requests=7, num_swapped_bytes=9))
+    names = ("running_requests", "waiting_requests", "swapped_bytes")
+    assert [FakeFamily.metrics[name].value for name in names] == [3, 7, 9]
 
 
 def test_totals_of_the_engine_are_counted_once():

@@ -26,6 +26,7 @@ from qwen35.engine.metrics import EngineMetrics
 from qwen35.engine.request import Emission, Request
 from qwen35.engine.scheduler import Scheduler
 from qwen35.engine.sequence import Decision, Sequence
+from qwen35.engine.swap import Swap
 from qwen35.engine.target import TargetRunner
 from qwen35.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArgument, Qwen35Error, Unavailable
 from qwen35.kernels.scan import RowScan
@@ -69,8 +70,9 @@ class Engine:
             num_total_blocks=pool.num_total_blocks,
             num_draft_tokens=num_draft_tokens,
         )
+        self._swap = Swap(cache, settings.swap_bytes)
         self._scheduler = Scheduler(
-            pool, block_tokens=settings.block_tokens, max_batch_tokens=settings.max_batch_tokens
+            pool, self._swap, block_tokens=settings.block_tokens, max_batch_tokens=settings.max_batch_tokens
         )
         costs = Costs()
         self._target = TargetRunner(target, cache, device, costs, row_scan)
@@ -228,6 +230,9 @@ class Engine:
         self.metrics.num_running_requests = len(self._scheduler.running)
         self.metrics.num_preemptions = self._scheduler.num_preemptions
         self.metrics.num_dropped_tokens = self._scheduler.num_dropped_tokens
+        self.metrics.num_swapped_out_tokens = self._swap.num_saved_tokens
+        self.metrics.num_swapped_in_tokens = self._swap.num_restored_tokens
+        self.metrics.num_swapped_bytes = self._swap.num_bytes
         return emissions
 
     def _forget(self, sequence: Sequence) -> None:

@@ -18,7 +18,10 @@ class EngineMetrics:
     num_lost_drafts: int = 0  # sequences that draft no more, because a pause grew too long to catch up
     num_preemptions: int = 0  # sequences that gave up their memory before their end
     num_dropped_tokens: int = 0  # computed ones that preemption dropped: they are run again
+    num_swapped_out_tokens: int = 0  # computed ones that preemption copied to the host
+    num_swapped_in_tokens: int = 0  # of those, that came back
     num_finished_requests: int = 0
     num_failed_requests: int = 0  # cancelled and expired ones included
     num_waiting_requests: int = 0  # now
     num_running_requests: int = 0  # now
+    num_swapped_bytes: int = 0  # of copies on the host, now

@@ -1,8 +1,8 @@
 """Who waits, who runs, and what the next step does: chunks of prompts mixed with drafted decodes under a token budget.
 
 Knows no model. A sequence takes blocks as it grows. When they run out, the last in rank (lowest priority, then latest
-arrival) is preempted: it gives everything back, waits in its old place, and later runs all its tokens again, to the
-same bits. The first in rank is never preempted by equals and can always have every block, so it comes to its end, and
+arrival) is preempted: it gives everything back, waits in its old place, and later goes on from a copy on the host or,
+where none was kept, runs all its tokens again, to the same bits. The first in rank is never preempted by equals and can always have every block, so it comes to its end, and
 then the next one is first. Drafts are cut to the room there is; nobody is preempted for them."""
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from qwen35.engine.batch import Piece
 from qwen35.engine.memory import Memory, Pool
 from qwen35.engine.sequence import Sequence
+from qwen35.engine.swap import Swap
 
 
 class Scheduler:
@@ -22,8 +23,9 @@ class Scheduler:
     ago come first. So nobody starves: prompts always advance, and only so many can come as decodes end and free their
     slots."""
 
-    def __init__(self, pool: Pool, *, block_tokens: int, max_batch_tokens: int) -> None:
+    def __init__(self, pool: Pool, swap: Swap, *, block_tokens: int, max_batch_tokens: int) -> None:
         self._memory = Memory(pool, block_tokens=block_tokens)
+        self._swap = swap
         self._max_batch_tokens = max_batch_tokens
         self._step = 0
         self._order = itertools.count()
@@ -75,6 +77,7 @@ class Scheduler:
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence, waiting or running, and give back what it holds."""
         (self.waiting if sequence in self.waiting else self.running).remove(sequence)
+        self._swap.drop(sequence)
         self._memory.release(sequence)
 
     def _grow(self) -> None:
@@ -94,6 +97,7 @@ class Scheduler:
             if self._memory.start(sequence, num_spare_blocks=len(self.running)):
                 sequence.last_step = self._step  # behind those who have waited longer for their next chunk
                 self.running.append(self.waiting.pop(0))
+                self._swap.restore(sequence)
             elif not self._make_way(sequence):
                 return
 
@@ -107,7 +111,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
-        self.num_dropped_tokens += sequence.num_computed_tokens
+        if not self._swap.save(sequence):
+            self.num_dropped_tokens += sequence.num_computed_tokens
         self.running.remove(sequence)
         self._memory.release(sequence)
         sequence.rewind()

@@ -29,11 +29,14 @@ _COUNTERS = {
 }
 _ENGINE_TOTALS = {  # the engine's name, ours
     "num_preemptions": ("preemptions_total", "Running requests that gave up their memory for another"),
+    "num_swapped_out_tokens": ("swapped_out_tokens_total", "Tokens whose state preemption copied to the host"),
+    "num_swapped_in_tokens": ("swapped_in_tokens_total", "Tokens whose state came back from there"),
     "num_lost_drafts": ("lost_drafts_total", "Requests whose drafting paused for too long to resume"),
 }
 _GAUGES = {
     "running_requests": "Requests that hold a slot",
     "waiting_requests": "Requests that wait for a slot",
+    "swapped_bytes": "Host memory that holds the state of preempted requests",
 }
 _HISTOGRAMS = {
     "time_to_first_token_seconds": (
@@ -112,6 +115,7 @@ class ServingMetrics:
             self._histograms[name].observe(seconds)
         self._show("running_requests", metrics.num_running_requests)
         self._show("waiting_requests", metrics.num_waiting_requests)
+        self._show("swapped_bytes", metrics.num_swapped_bytes)
 
     def _show(self, name: str, value: int) -> None:
         if self._shown.get(name) != value:
