@@ -53,6 +53,7 @@ def cache_view(
         attention=tuple(kv_view(*kv) for _ in range(config.num_full_attention_layers)),
         gated_delta=tuple(gated_delta_view(config, num_slots, dtype) for _ in range(config.num_gated_delta_layers)),
         draft=kv_view(*kv),
+        boundary_hidden=garbage(num_slots, config.hidden_size, dtype=dtype),
     )
 
 

@@ -67,7 +67,11 @@ class LLM:
         self.settings = Settings(checkpoint=str(checkpoint), num_draft_tokens=num_draft_tokens, **settings)
         self.config = ModelConfig.from_directory(checkpoint)
         self._device = select_device(self.settings.device)
-        self._state = LocalState(Geometry.derive(self.config, self.settings), self._device)
+        self._state = LocalState(
+            Geometry.derive(self.config, self.settings),
+            self._device,
+            prefix_cache_bytes=self.settings.prefix_cache_bytes,
+        )
         self.engine: Engine = load_engine(self.settings, self.config, self._state.pool, self._state.cache)
         limits = PromptLimits(
             max_context_tokens=self.settings.max_context_tokens or self.config.text.max_position_embeddings,

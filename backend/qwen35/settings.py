@@ -29,6 +29,8 @@ class Settings:
     kv_cache_bytes: int = 256 << 20  # bytes of all KV blocks
     swap_bytes: int = 256 << 20  # host memory for what preempted sequences have computed; 0: they compute it again
     num_slots: int = 16  # sequences that run at the same time
+    num_checkpoints: int = 16  # slots more, for the prefix cache; 0: no prefix is cached
+    prefix_cache_bytes: int = 0  # of blocks and slots with cached prefixes; 0: as many as nobody else needs
     max_batch_tokens: int = 512  # token budget of one step
     max_context_tokens: int = 0  # 0: the model's max_position_embeddings
     max_queued_requests: int = 1024
@@ -82,7 +84,7 @@ _POSITIVE = (
     "max_image_bytes",
     "max_image_pixels",
 )
-_NOT_NEGATIVE = ("max_context_tokens", "image_cache_bytes", "swap_bytes")
+_NOT_NEGATIVE = ("max_context_tokens", "num_checkpoints", "prefix_cache_bytes", "image_cache_bytes", "swap_bytes")
 _DURATIONS = ("request_timeout_seconds", "unclaimed_lease_seconds", "heartbeat_seconds")
 
 _CHOICES = {

@@ -3,7 +3,7 @@ bytes, and for how long, is the business of ``state``; which sequences meet in a
 
 Letters: S sequences, T tokens of the batch (all sequences, one after the other), B blocks, P tokens a block, C slots,
 Hkv KV heads, D head dim, Hv GDN value heads, Dk/Dv GDN key/value dims, Cc conv channels (2*Hk*Dk + Hv*Dv), W conv
-width, R pending inputs a slot (largest draft length + 1)."""
+width, R pending inputs a slot (largest draft length + 1), H hidden size."""
 
 from __future__ import annotations
 
@@ -66,3 +66,4 @@ class CacheView:
     attention: tuple[KVView, ...]  # one for each full-attention layer of the target, in layer order
     gated_delta: tuple[GatedDeltaView, ...]  # one for each GDN layer, in layer order
     draft: KVView | None  # the draft layer's keys and values, same blocks, same block table
+    boundary_hidden: Tensor  # [C, H] in the model's dtype: of the last token in a checkpoint's slot; no layer reads it

@@ -107,7 +107,10 @@ def _request(draw: random.Random, index: int) -> Request:
 def make_engine(kind: str, num_blocks: int, *, num_draft_tokens: int, **settings: object) -> tuple[Engine, LocalState]:
     made = model(KINDS[kind]["dtype"])
     resolved = Settings(
-        num_draft_tokens=num_draft_tokens, max_context_tokens=MAX_CONTEXT_TOKENS, **{**KINDS[kind], **settings}
+        num_draft_tokens=num_draft_tokens,
+        max_context_tokens=MAX_CONTEXT_TOKENS,
+        num_checkpoints=0,
+        **{**KINDS[kind], **settings},
     )
     state = LocalState(dataclasses.replace(Geometry.derive(made.config, resolved), num_blocks=num_blocks))
     draft = made.draft if num_draft_tokens else None

@@ -24,7 +24,7 @@ class FakeManager:
             self.num_faults -= 1
             raise ConnectionError("state_manager is being reloaded")
         self.claims.append([lease.row for lease in leases])
-        return [self.answers.get(lease.row, CLAIMED) for lease in leases]
+        return [self.answers.get(lease.row, CLAIMED) for lease in leases], [None] * len(leases)
 
     def close(self, holder, leases):
         if self.num_faults:

@@ -133,7 +133,7 @@ def test_gauges_follow_the_tables(served):
     assert wait_until(lambda: Family.gauges["qwen35_state_leases.open"].value == 0), "it expires unclaimed"
     values = {name: gauge.value for name, gauge in Family.gauges.items()}
     geometry = served.model._arena.geometry
-    assert (values["qwen35_state_blocks.free"], values["qwen35_state_slots.free"]) == (geometry.num_blocks, 16)
+    assert (values["qwen35_state_blocks.free"], values["qwen35_state_slots.free"]) == (geometry.num_blocks, 16 + 16)
     assert Family.gauges["qwen35_state_blocks.free"].num_calls == 1, "a value that stays is not sent again"
     assert values["qwen35_state_blocks.held"] == values["qwen35_state_blocks.cached"] == 0
 

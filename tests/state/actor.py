@@ -43,7 +43,7 @@ class Commands:
         return self.manager.release(self.holder.ref, [ExtentRef(**ref)])
 
     def claim(self, lease: dict) -> list[str]:
-        return self.manager.claim(self.holder.ref, [Lease(**lease)])
+        return self.manager.claim(self.holder.ref, [Lease(**lease)])[0]
 
     def is_cancelled(self, lease: dict) -> bool:
         return self.holder.cancelled([Lease(**lease)])[0]

@@ -82,7 +82,7 @@ class World(RuleBasedStateMachine):
         lease = list(self.open_leases)[pick % len(self.open_leases)]
         holder = self.holders[pick_holder % len(self.holders)]
         request_id, expiry = self.open_leases.pop(lease)
-        answer = self.manager.claim(holder.ref, [lease])
+        answer, _ = self.manager.claim(holder.ref, [lease])
         self.forget_expired()  # the manager expires all overdue ones with a claim
         if expiry <= self.now:
             assert answer == ["expired"]

@@ -18,6 +18,8 @@ def config(**changes: object) -> SimpleNamespace:
     text = SimpleNamespace(
         num_full_attention_layers=10,
         num_gated_delta_layers=30,
+        max_position_embeddings=262144,
+        hidden_size=2048,
         num_key_value_heads=2,
         head_dim=256,
         linear_num_value_heads=32,
@@ -30,7 +32,7 @@ def config(**changes: object) -> SimpleNamespace:
 
 
 def test_published_sizes():
-    geometry = Geometry.derive(config(), Settings(num_slots=1))
+    geometry = Geometry.derive(config(), Settings(num_slots=1, num_checkpoints=0))
     parts = geometry.bytes_by_part()
     assert geometry.block_bytes == 11 * 16 * 2 * 2 * 256 * 2  # layers, tokens, K and V, heads, dim, bfloat16
     assert geometry.num_blocks == (256 << 20) // geometry.block_bytes

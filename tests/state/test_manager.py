@@ -47,7 +47,7 @@ class Local:
         return self.manager.open(request_id, deadline=self.clock.now + seconds, arrival=arrival)
 
     def claim(self, lease: Lease) -> str:
-        return self.manager.claim(self.holder.ref, [lease])[0]
+        return self.manager.claim(self.holder.ref, [lease])[0][0]
 
 
 class TestLeases:
@@ -107,7 +107,7 @@ class TestLeases:
         local = Local()
         lease, other = local.open(), local.new_holder()
         local.claim(lease)
-        assert local.manager.claim(other.ref, [lease]) == ["expired"]
+        assert local.manager.claim(other.ref, [lease]) == (["expired"], [None])
         assert local.manager.close(other.ref, [lease]) == local.manager.close(None, [lease]) == 0
         assert local.manager.stats().num_claimed_leases == 1
 

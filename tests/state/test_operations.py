@@ -46,7 +46,7 @@ class Far:
 def test_a_request_from_open_to_close():
     far = Far()
     lease = far.open()
-    assert far.remote.claim(far.holder.ref, [lease, Lease(5, 5)]) == ["claimed", "expired"]
+    assert far.remote.claim(far.holder.ref, [lease, Lease(5, 5)]) == (["claimed", "expired"], [None, None])
     assert far.call({"operation": "cancel", "request_id": "r"}) == {"cancelled": 1}
     assert far.holder.cancelled([lease]) == [True]
     assert far.remote.close(far.holder.ref, [lease]) == 1
@@ -60,7 +60,7 @@ def test_drain_cancels_every_live_request():
     far.remote.close(far.holder.ref, [ended])
     assert far.call({"operation": "drain"}) == {"cancelled": 2}
     assert far.holder.cancelled([running]) == [True]
-    assert far.remote.claim(far.holder.ref, [waiting]) == ["cancelled"]
+    assert far.remote.claim(far.holder.ref, [waiting]) == (["cancelled"], [None])
     assert far.open("b") != ended  # nothing is remembered
 
 
@@ -103,7 +103,7 @@ REF = {"row": 0, "generation": 1}
 @pytest.mark.parametrize(
     ("operation", "message", "error"),
     [
-        ("destroy", {}, "operation: expected one of open, claim, close, cancel, drain, "),
+        ("destroy", {}, "operation: expected one of open, claim, publish, unpin, close, "),
         ("open", [], "request: expected a JSON object, got []"),
         ("open", {"deadline_unix_ns": 1}, "deadline: expected a time to come"),
         ("open", {"request_id": "r"}, "deadline_unix_ns: expected an integer of 64 bits, got None"),

@@ -65,4 +65,4 @@ def _static(cache: CacheView) -> list:
         return [None] * len(fields(view))
 
     draft = None if cache.draft is None else one(cache.draft)
-    return [tuple(map(one, cache.attention)), tuple(map(one, cache.gated_delta)), draft]
+    return [tuple(map(one, cache.attention)), tuple(map(one, cache.gated_delta)), draft, None]

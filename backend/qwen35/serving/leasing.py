@@ -12,6 +12,7 @@ from qwen35.errors import Cancelled, Qwen35Error, Unavailable
 from qwen35.serving.ticket import Stage, Ticket
 from qwen35.state.extents import HolderRef
 from qwen35.state.leases import CANCELLED, CLAIMED, Lease
+from qwen35.state.prefix import EntryRef
 
 RETRY_SECONDS = 0.05  # after a call that got no answer: the manager is being reloaded, say
 
@@ -19,7 +20,7 @@ RETRY_SECONDS = 0.05  # after a call that got no answer: the manager is being re
 class Manager(Protocol):
     """Both operations can be repeated: a lost answer does no harm."""
 
-    def claim(self, holder: HolderRef, leases: Sequence[Lease]) -> list[str]: ...
+    def claim(self, holder: HolderRef, leases: Sequence[Lease]) -> tuple[list[str], list[EntryRef | None]]: ...
 
     def close(self, holder: HolderRef, leases: Sequence[Lease]) -> int: ...
 
@@ -86,7 +87,7 @@ class LeaseKeeper:
         self._claims = tickets = [ticket for ticket in self._claims if ticket.stage is Stage.WAITING]
         if not tickets:
             return
-        answers = self._manager.claim(self._holder.ref, [ticket.lease for ticket in tickets])
+        answers, _ = self._manager.claim(self._holder.ref, [ticket.lease for ticket in tickets])
         self._claims = []
         for ticket, answer in zip(tickets, answers, strict=True):
             if answer == CLAIMED:

@@ -24,8 +24,9 @@ from qwen35.state.arena import Arena
 from qwen35.state.fence import Fence
 from qwen35.state.fingerprint import fingerprint
 from qwen35.state.geometry import Geometry
-from qwen35.state.manager import Manager, Stats
+from qwen35.state.manager import Manager
 from qwen35.state.operations import Operations
+from qwen35.state.stats import Stats
 from qwen35.state.watch import Watch
 
 WATCHED_MODEL = "llm"
@@ -43,7 +44,11 @@ class TritonPythonModel:
             pb_utils.Logger.log_info(f"state_manager: removed {name}-*, left by a server that is dead")
         geometry = Geometry.derive(ModelConfig.from_directory(settings.checkpoint), settings)
         self._arena = Arena.open(settings.arena_name, geometry, fingerprint(Path(settings.checkpoint)))
-        manager = Manager(self._arena, unclaimed_lease_seconds=settings.unclaimed_lease_seconds)
+        manager = Manager(
+            self._arena,
+            unclaimed_lease_seconds=settings.unclaimed_lease_seconds,
+            prefix_cache_bytes=settings.prefix_cache_bytes,
+        )
         self._operations = Operations(manager)
         self._gauges = Gauges(server)
         log = partial(_log, server)

@@ -46,7 +46,8 @@ def view_of_bytes(flat: Tensor, geometry: Geometry, kv_scales: Sequence[tuple[fl
         for layer in range(geometry.num_gated_delta_layers)
     )
     draft = layers.pop() if geometry.has_draft else None
-    return CacheView(attention=tuple(layers), gated_delta=gated_delta, draft=draft)
+    boundary_hidden = tensors["boundary_hidden"]
+    return CacheView(attention=tuple(layers), gated_delta=gated_delta, draft=draft, boundary_hidden=boundary_hidden)
 
 
 def reset_slot(cache: CacheView, slot: int) -> None:

@@ -6,11 +6,20 @@ half made or half released when its manager dies is CHANGING and is undone by `r
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 
 import numpy as np
 
 from qwen35.errors import Unavailable
 from qwen35.state.tables import EXTENT_CHANGING, EXTENT_HELD, FREE, OWNER_FREE, Tables
+
+
+class Need(Enum):
+    """How much a holder needs what it asks for, and so what is done for it."""
+
+    SPARE = "spare"  # free ones only
+    RESERVE = "reserve"  # and cached ones that nobody uses
+    WISH = "wish"  # somebody waits: other holders, too, are asked for what lies idle with them
 
 
 @dataclass(frozen=True)
@@ -45,14 +54,8 @@ class ExtentTable:
         self._tables = tables
 
     def acquire(self, holder: HolderRef, key: int, num_blocks: int, num_slots: int) -> ExtentRef | None:
-        """Up to so many free blocks and slots, lowest numbers first; None when nothing of either is free.
-
-        A second call with the same ``key`` (unique in the holder's life) gives the extent of the first: a holder
-        whose answer was lost asks again.
-        """
-        known = self._find(holder, key)
-        if known is not None:
-            return known
+        """Up to so many free blocks and slots, lowest numbers first; None when nothing of either is free. ``key``:
+        unique in the holder's life."""
         blocks = _lowest_free(self._tables.block_owner, num_blocks)
         slots = _lowest_free(self._tables.slot_owner, num_slots)
         if len(blocks) + len(slots) == 0:
@@ -86,6 +89,15 @@ class ExtentTable:
             self._free(int(row))
         return len(owned)
 
+    def drop_empty(self) -> None:
+        """Free the rows of extents of which the prefix cache has taken everything."""
+        rows = self._tables.extents
+        sizes = sum(
+            np.bincount(owner[owner > OWNER_FREE] - 1, minlength=len(rows))
+            for owner in (self._tables.block_owner, self._tables.slot_owner)
+        )
+        rows["state"][(rows["state"] == EXTENT_HELD) & (sizes == 0)] = FREE
+
     def recover(self) -> int:
         """Undo what a manager left half done; returns how many extents that were."""
         changing = np.flatnonzero(self._tables.extents["state"] == EXTENT_CHANGING)
@@ -99,7 +111,8 @@ class ExtentTable:
         slots = np.flatnonzero(self._tables.slot_owner == ref.row + 1)
         return Extent(ref, tuple(blocks.tolist()), tuple(slots.tolist()))
 
-    def _find(self, holder: HolderRef, key: int) -> ExtentRef | None:
+    def find(self, holder: HolderRef, key: int) -> ExtentRef | None:
+        """The extent that was acquired with ``key``: a holder whose answer was lost asks again."""
         rows = self._tables.extents
         is_same = (rows["state"] == EXTENT_HELD) & (rows["holder"] == holder.row)
         is_same &= (rows["holder_generation"] == holder.generation) & (rows["key"] == key)

@@ -17,6 +17,16 @@ if TYPE_CHECKING:
 
 DTYPE_BYTES = {"fp8": 1, "bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 REGION_ALIGN_BYTES = 4096
+_POSITIVE = (
+    "num_blocks",
+    "block_tokens",
+    "num_slots",
+    "max_context_tokens",
+    "hidden_size",
+    "max_leases",
+    "max_holders",
+    "max_pending",
+)
 
 
 @dataclass(frozen=True)
@@ -29,6 +39,11 @@ class Region:
     dtype: str
 
     @property
+    def is_by_slot(self) -> bool:
+        """Its first axis counts slots; else blocks."""
+        return not self.name.endswith((".keys", ".values"))
+
+    @property
     def num_bytes(self) -> int:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
@@ -39,10 +54,13 @@ class Geometry:
 
     num_blocks: int
     block_tokens: int
-    num_slots: int
+    num_slots: int  # of sequences and of checkpoints together
+    num_checkpoints: int  # so many of them are there for the prefix cache; 0: it is off
+    max_context_tokens: int  # of a sequence
     num_attention_layers: int  # of the target
     has_draft: bool  # one more KV layer
     num_gated_delta_layers: int
+    hidden_size: int
     num_kv_heads: int
     head_dim: int
     num_value_heads: int
@@ -58,9 +76,11 @@ class Geometry:
     max_holders: int = 16
 
     def __post_init__(self) -> None:
-        for name in ("num_blocks", "block_tokens", "num_slots", "max_leases", "max_holders", "max_pending"):
+        for name in _POSITIVE:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}: expected a positive integer, got {getattr(self, name)}")
+        if not 0 <= self.num_checkpoints < self.num_slots:
+            raise ConfigError(f"num_checkpoints: expected 0 to num_slots - 1, got {self.num_checkpoints}")
         for name in ("dtype", "kv_dtype", "state_dtype"):
             if getattr(self, name) not in DTYPE_BYTES:
                 raise ConfigError(f"{name}: expected one of {', '.join(DTYPE_BYTES)}, got {getattr(self, name)!r}")
@@ -81,10 +101,13 @@ class Geometry:
         return cls(
             num_blocks=settings.kv_cache_bytes // block_bytes,
             block_tokens=settings.block_tokens,
-            num_slots=settings.num_slots,
+            num_slots=settings.num_slots + settings.num_checkpoints,
+            num_checkpoints=settings.num_checkpoints,
+            max_context_tokens=settings.max_context_tokens or text.max_position_embeddings,
             num_attention_layers=num_attention_layers,
             has_draft=settings.num_draft_tokens > 0,
             num_gated_delta_layers=text.num_gated_delta_layers,
+            hidden_size=text.hidden_size,
             num_kv_heads=text.num_key_value_heads,
             head_dim=text.head_dim,
             num_value_heads=text.linear_num_value_heads,
@@ -104,6 +127,20 @@ class Geometry:
         """Keys and values of one block in all KV layers, the draft's included."""
         kv_row_bytes = 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.kv_dtype]
         return (self.num_attention_layers + self.has_draft) * self.block_tokens * kv_row_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Everything that one slot holds."""
+        return sum(region.num_bytes // self.num_slots for region in self.regions if region.is_by_slot)
+
+    @property
+    def max_sequence_blocks(self) -> int:
+        return min(self.num_blocks, -(-self.max_context_tokens // self.block_tokens))
+
+    @property
+    def max_pins(self) -> int:
+        """One for each request that hit a prefix, and as many again for what the running ones publish."""
+        return 2 * self.max_leases + 4 * self.num_slots
 
     @property
     def max_extents(self) -> int:
@@ -141,7 +178,7 @@ class Geometry:
         """Bytes of each kind of content: keys, values, draft.keys, …, tables; alignment left out."""
         parts: dict[str, int] = {}
         for region in self.regions:
-            layer, part = region.name.split(".")
+            layer, _, part = region.name.rpartition(".")
             part = region.name if layer == "draft" else part
             parts[part] = parts.get(part, 0) + region.num_bytes
         return parts | {"tables": self.table_bytes}
@@ -171,6 +208,7 @@ class Geometry:
             yield f"{prefix}.pending_inputs", (slots, pending, self.conv_channels), self.dtype
             yield f"{prefix}.pending_decay", (slots, pending, heads), self.state_dtype
             yield f"{prefix}.pending_beta", (slots, pending, heads), self.state_dtype
+        yield "boundary_hidden", (slots, self.hidden_size), self.dtype
 
 
 def _dtype_name(dtype: object) -> str:

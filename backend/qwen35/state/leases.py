@@ -65,6 +65,13 @@ class LeaseTable:
         row["state"] = LEASE_CLAIMED
         return CLAIMED
 
+    def is_claimed(self, holder: HolderRef, lease: Lease) -> bool:
+        """Whether it is live and the holder's."""
+        if not self._is_current(lease):
+            return False
+        row = self._rows[lease.row]
+        return bool(row["state"] == LEASE_CLAIMED) and self._is_owned(row, holder)
+
     def close(self, holder: HolderRef | None, lease: Lease) -> bool:
         """Free the row. False when it's gone already or another holder's; without a holder only an OPEN one goes."""
         if not self._is_current(lease):

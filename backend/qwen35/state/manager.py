@@ -10,69 +10,41 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-
-import numpy as np
 
 from qwen35.errors import StateError, Unavailable
-from qwen35.state.extents import ExtentRef, ExtentTable, HolderRef
+from qwen35.state.entries import NOTHING, EntryTable
+from qwen35.state.extents import ExtentRef, ExtentTable, HolderRef, Need
 from qwen35.state.holder import Clock, HolderInfo, TableOwner, holder_infos, holder_lock_name
-from qwen35.state.leases import Lease, LeaseTable
+from qwen35.state.leases import CLAIMED, Lease, LeaseTable
 from qwen35.state.locks import acquire_within
-from qwen35.state.tables import (
-    EXTENT_HELD,
-    FREE,
-    HOLDER_ACTIVE,
-    HOLDER_DONE,
-    LEASE_CLAIMED,
-    LEASE_OPEN,
-    OWNER_FREE,
-)
+from qwen35.state.prefix import EntryRef, Publication, Published
+from qwen35.state.stats import Stats, check_integrity, collect
+from qwen35.state.tables import FREE, HOLDER_ACTIVE, HOLDER_DONE, OWNER_FREE
 
 LOCK_TIMEOUT_SECONDS = 2.0
 PRESSURE_SECONDS = 2.0
 
 
-@dataclass(frozen=True)
-class Counts:
-    """free + held + cached == total."""
-
-    total: int
-    free: int
-    held: int
-    cached: int
-
-
-@dataclass(frozen=True)
-class Stats:
-    """A consistent look at the tables."""
-
-    blocks: Counts
-    slots: Counts
-    num_used_blocks: int  # of the held ones, as their holders said with the last heartbeat
-    num_used_slots: int
-    num_open_leases: int
-    num_claimed_leases: int
-    num_extents: int
-    num_expired_leases: int  # since the arena was made, as the two below
-    num_reclaimed_extents: int
-    num_dead_holders: int
-    holders: tuple[HolderInfo, ...]
-
-    def as_dict(self) -> dict[str, object]:
-        return asdict(self)
-
-
 class Manager:
     """Operations on an arena's tables. Thread-safe; processes exclude each other by the lock named ``manager``."""
 
-    def __init__(self, owner: TableOwner, *, unclaimed_lease_seconds: float, clock: Clock = time.monotonic) -> None:
+    def __init__(
+        self,
+        owner: TableOwner,
+        *,
+        unclaimed_lease_seconds: float,
+        prefix_cache_bytes: int = 0,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        """``prefix_cache_bytes``: bound of what cached prefixes keep beside those in use; 0: none."""
         self._owner = owner
         self._tables = owner.tables
         self._claim_within = unclaimed_lease_seconds
         self._clock = clock
         self._extents = ExtentTable(owner.tables)
         self._leases = LeaseTable(owner.tables)
+        self._entries = EntryTable(owner.tables, self._extents)
+        self._prefix_cache_bytes = prefix_cache_bytes
         self._mutex = threading.Lock()
 
     def open(self, request_id: str, *, deadline: float, arrival: float | None = None) -> Lease:
@@ -85,17 +57,50 @@ class Manager:
                 request_id, now=now, arrival=arrived, deadline=deadline, claim_within=self._claim_within
             )
 
-    def claim(self, holder: HolderRef, leases: Sequence[Lease]) -> list[str]:
-        """For each lease ``claimed``, ``expired`` or ``cancelled``. Can be repeated."""
+    def claim(
+        self,
+        holder: HolderRef,
+        leases: Sequence[Lease],
+        candidates: Sequence[Sequence[EntryRef] | None] | None = None,
+    ) -> tuple[list[str], list[EntryRef | None]]:
+        """For each lease ``claimed``, ``expired`` or ``cancelled``, and the entry that it has pinned now: the first of
+        its ``candidates`` that still stands (None: it looks for none). Can be repeated."""
         with self._tables_locked() as now:
             self._require_holder(holder)
             self._expire(now)
-            return [self._leases.claim(holder, lease) for lease in leases]
+            claims = [self._leases.claim(holder, lease) for lease in leases]
+            hits: list[EntryRef | None] = [None] * len(claims)
+            for index, entries in enumerate(candidates or ()):
+                if entries is not None and claims[index] == CLAIMED:
+                    hits[index] = self._entries.pin(leases[index], entries)
+            return claims, hits
 
     def close(self, holder: HolderRef | None, leases: Sequence[Lease]) -> int:
-        """End leases; returns how many were live and the holder's (or unclaimed). Can be repeated."""
+        """End leases and their pins; returns how many were live and the holder's (or unclaimed). Can be repeated."""
         with self._tables_locked():
-            return sum(self._leases.close(holder, lease) for lease in leases)
+            num_closed = sum(self._leases.close(holder, lease) for lease in leases)
+            self._tidy_cache()
+            return num_closed
+
+    def publish(self, holder: HolderRef, lease: Lease, publication: Publication) -> Published:
+        """Give a committed prefix to the cache; see `Published`. Can be repeated. What is older goes when the cache is
+        full of what nobody uses; with a claimed lease only, and never in a geometry without checkpoints."""
+        with self._tables_locked():
+            self._require_holder(holder)
+            if self._tables.geometry.num_checkpoints == 0 or not self._leases.is_claimed(holder, lease):
+                return NOTHING
+            published = self._entries.publish(holder, lease, publication)
+            self._tidy_cache()
+            return published
+
+    def unpin(self, holder: HolderRef, lease: Lease, entries: Sequence[EntryRef]) -> int:
+        """The lease uses these entries no more; returns how many it had pinned. Can be repeated."""
+        with self._tables_locked():
+            if not self._leases.is_claimed(holder, lease):
+                return 0
+            num_unpinned = self._entries.unpin(lease, entries)
+            self._tidy_cache()
+            return num_unpinned
 
     def cancel(self, request_id: str) -> int:
         """Cancel every live request of the id; returns how many. Remembered for 10 s for one still on its way."""
@@ -107,14 +112,27 @@ class Manager:
         with self._tables_locked():
             return self._leases.cancel_all()
 
-    def acquire(self, holder: HolderRef, key: int, num_blocks: int, num_slots: int) -> ExtentRef | None:
-        """Up to so many blocks and slots; see `ExtentTable.acquire`. Reclaims from dead holders first if it must, and
-        asks the living ones for idle extents if it still falls short."""
+    def acquire(
+        self, holder: HolderRef, key: int, num_blocks: int, num_slots: int, need: Need = Need.WISH
+    ) -> ExtentRef | None:
+        """Up to so many blocks and slots; see `ExtentTable.acquire`. Where free ones fall short it reclaims from dead
+        holders, then evicts cached prefixes, then asks the living holders for idle extents, as far as ``need`` goes.
+
+        A second call with the same ``key`` gives the extent of the first."""
         with self._tables_locked() as now:
             self._require_holder(holder)
-            if self._falls_short(num_blocks, num_slots):
+            known = self._extents.find(holder, key)
+            if known is not None:
+                return known
+
+            def is_enough() -> bool:
+                return not self._falls_short(num_blocks, num_slots)
+
+            if not is_enough():
                 self._reclaim_from_dead()
-            if self._falls_short(num_blocks, num_slots):
+            if need is not Need.SPARE:
+                self._entries.evict_until(is_enough)
+            if need is Need.WISH and not is_enough():
                 self._tables.header["pressure_until"] = now + PRESSURE_SECONDS
             return self._extents.acquire(holder, key, num_blocks, num_slots)
 
@@ -129,40 +147,18 @@ class Manager:
         Returns the holders that died without saying that they had finished."""
         with self._tables_locked() as now:
             self._expire(now)
-            return self._reclaim_from_dead(free_rows=True)
+            died = self._reclaim_from_dead(free_rows=True)
+            self._tidy_cache()
+            return died
 
     def stats(self) -> Stats:
         with self._tables_locked() as now:
-            tables, header = self._tables, self._tables.header
-            holders = holder_infos(tables, now)
-            return Stats(
-                blocks=_count(tables.block_owner),
-                slots=_count(tables.slot_owner),
-                num_used_blocks=sum(holder.num_used_blocks for holder in holders),
-                num_used_slots=sum(holder.num_used_slots for holder in holders),
-                num_open_leases=int((tables.leases["state"] == LEASE_OPEN).sum()),
-                num_claimed_leases=int((tables.leases["state"] == LEASE_CLAIMED).sum()),
-                num_extents=int((tables.extents["state"] == EXTENT_HELD).sum()),
-                num_expired_leases=int(header["num_expired_leases"]),
-                num_reclaimed_extents=int(header["num_reclaimed_extents"]),
-                num_dead_holders=int(header["num_dead_holders"]),
-                holders=tuple(holders),
-            )
+            return collect(self._tables, now)
 
     def check_integrity(self) -> None:
-        """Raise `StateError` unless every owner is a held extent and extents and leases belong to occupied rows."""
+        """Raise `StateError` unless the tables agree with each other; see `stats.check_integrity`."""
         with self._tables_locked():
-            tables = self._tables
-            sizes = _owned(tables.block_owner, "block", tables.extents)
-            sizes += _owned(tables.slot_owner, "slot", tables.extents)
-            empty = np.flatnonzero((tables.extents["state"] == EXTENT_HELD) & (sizes == 0))
-            if len(empty):
-                raise StateError(f"extents: expected at least one block or slot in each, got none in row {empty[0]}")
-            for kind, rows, state in (("extent", tables.extents, EXTENT_HELD), ("lease", tables.leases, LEASE_CLAIMED)):
-                owned = rows[rows["state"] == state]
-                holders = tables.holders[owned["holder"]]
-                if np.any((holders["state"] == FREE) | (holders["generation"] != owned["holder_generation"])):
-                    raise StateError(f"{kind} rows: expected owners among the holders, got one that is gone")
+            check_integrity(self._tables)
 
     @contextmanager
     def _tables_locked(self) -> Iterator[float]:
@@ -174,6 +170,7 @@ class Manager:
             try:
                 if self._tables.header["busy"]:  # a manager died, or an operation was refused, which left nothing
                     self._extents.recover()
+                    self._entries.recover()
                 self._tables.header["busy"] = 1
                 yield self._clock()
                 self._tables.header["busy"] = 0
@@ -190,6 +187,12 @@ class Manager:
         free_blocks = int((self._tables.block_owner == OWNER_FREE).sum())
         return num_blocks > free_blocks or num_slots > int((self._tables.slot_owner == OWNER_FREE).sum())
 
+    def _tidy_cache(self) -> None:
+        """Pins of ended leases go, and the oldest entries while the cache is above its bound."""
+        self._entries.drop_stale_pins()
+        if self._prefix_cache_bytes:
+            self._entries.evict_until(lambda: self._entries.cached_bytes <= self._prefix_cache_bytes)
+
     def _expire(self, now: float) -> None:
         self._tables.header["num_expired_leases"] += self._leases.expire(now)
 
@@ -203,7 +206,8 @@ class Manager:
             if not lock.try_acquire():
                 continue  # alive, perhaps stopped: its bytes stay
             is_done = rows["state"][info.row] == HOLDER_DONE
-            self._leases.close_all(info.row)
+            if self._leases.close_all(info.row):
+                self._entries.drop_stale_pins()
             self._tables.header["num_reclaimed_extents"] += self._extents.release_all(info.row)
             if free_rows:
                 self._tables.header["num_dead_holders"] += not is_done
@@ -211,17 +215,3 @@ class Manager:
                 died += [] if is_done else [info]
             lock.release()
         return died
-
-
-def _count(owner: np.ndarray) -> Counts:
-    free, cached = int((owner == OWNER_FREE).sum()), int((owner < OWNER_FREE).sum())
-    return Counts(total=len(owner), free=free, held=int((owner > OWNER_FREE).sum()), cached=cached)
-
-
-def _owned(owner: np.ndarray, kind: str, extents: np.ndarray) -> np.ndarray:
-    """How many blocks or slots each extent row owns; an owner that isn't a held extent is an error."""
-    rows = owner[owner > OWNER_FREE] - 1
-    bad = rows[extents["state"][rows] != EXTENT_HELD]
-    if len(bad):
-        raise StateError(f"{kind}s: expected owners among held extents, got extent row {int(bad[0])}")
-    return np.bincount(rows, minlength=len(extents))

@@ -1,31 +1,40 @@
 """The manager's operations as JSON objects, in and out: what travels between processes. Knows no transport.
 
   open      request_id, deadline_unix_ns, arrival_unix_ns?      -> row, generation (the lease)
-  claim     holder, leases                                      -> claims: "claimed", "expired" or "cancelled" for each
+  claim     holder, leases, candidates?: entries or null, each  -> claims: "claimed", "expired" or "cancelled", each,
+                                                                   hits: the entry pinned for it, or null
+  publish   holder, lease, publication                          -> entry (or null), taken_blocks
+  unpin     holder, lease, entries                              -> unpinned
   close     leases, holder? (without it only unclaimed ones)    -> closed
   cancel    request_id                                          -> cancelled
   drain                                                         -> cancelled, every live request
-  acquire   holder, key, num_blocks, num_slots                  -> extent: row, generation, or null
+  acquire   holder, key, num_blocks, num_slots, need?           -> extent: row, generation, or null
   release   holder, extents                                     -> released
   stats                                                         -> fields of `Stats`
   check                                                         -> ok: true, or an error that names the damage
 
-Holders, leases and extents are objects of row and generation."""
+Holders, leases, extents and entries are objects of row and generation. A publication's ``block_ids`` and ``block_keys``
+are base64 of little-endian int32 and int64: thousands of numbers as decimal text take milliseconds to read."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+import numpy as np
+
 from qwen35.errors import InvalidArgument
-from qwen35.state.extents import ExtentRef, HolderRef
+from qwen35.state.extents import ExtentRef, HolderRef, Need
 from qwen35.state.leases import Lease
 from qwen35.state.manager import Manager
+from qwen35.state.prefix import EntryRef, Publication
 
 Message = Mapping[str, Any]
-Ref = TypeVar("Ref", HolderRef, ExtentRef, Lease)
+Ref = TypeVar("Ref", HolderRef, ExtentRef, Lease, EntryRef)
 
 
 class Operations:
@@ -43,6 +52,8 @@ class Operations:
         self._operations: dict[str, Callable[[Message], dict[str, Any]]] = {
             "open": self._open,
             "claim": self._claim,
+            "publish": self._publish,
+            "unpin": self._unpin,
             "close": self._close,
             "cancel": self._cancel,
             "drain": self._drain,
@@ -68,7 +79,23 @@ class Operations:
         return asdict(self._manager.open(_text(message, "request_id"), deadline=deadline, arrival=arrival))
 
     def _claim(self, message: Message) -> dict[str, Any]:
-        return {"claims": self._manager.claim(_ref(HolderRef, message, "holder"), _refs(Lease, message, "leases"))}
+        leases, candidates = _refs(Lease, message, "leases"), message.get("candidates")
+        if candidates is not None:
+            if not isinstance(candidates, list) or len(candidates) != len(leases):
+                raise InvalidArgument.field("candidates", "a list with one item for each lease", candidates)
+            candidates = [None if one is None else _parse_refs(EntryRef, "candidates", one) for one in candidates]
+        claims, hits = self._manager.claim(_ref(HolderRef, message, "holder"), leases, candidates)
+        return {"claims": claims, "hits": [None if hit is None else asdict(hit) for hit in hits]}
+
+    def _publish(self, message: Message) -> dict[str, Any]:
+        holder, lease = _ref(HolderRef, message, "holder"), _ref(Lease, message, "lease")
+        published = self._manager.publish(holder, lease, _publication(message.get("publication")))
+        entry = None if published.entry is None else asdict(published.entry)
+        return {"entry": entry, "taken_blocks": list(published.taken_blocks)}
+
+    def _unpin(self, message: Message) -> dict[str, Any]:
+        holder, lease = _ref(HolderRef, message, "holder"), _ref(Lease, message, "lease")
+        return {"unpinned": self._manager.unpin(holder, lease, _refs(EntryRef, message, "entries"))}
 
     def _close(self, message: Message) -> dict[str, Any]:
         holder = _ref(HolderRef, message, "holder") if "holder" in message else None
@@ -82,7 +109,10 @@ class Operations:
 
     def _acquire(self, message: Message) -> dict[str, Any]:
         key, num_blocks, num_slots = (_integer(message, name) for name in ("key", "num_blocks", "num_slots"))
-        extent = self._manager.acquire(_ref(HolderRef, message, "holder"), key, num_blocks, num_slots)
+        need = message.get("need", Need.WISH.value)
+        if need not in [one.value for one in Need]:
+            raise InvalidArgument.field("need", f"one of {', '.join(one.value for one in Need)}", need)
+        extent = self._manager.acquire(_ref(HolderRef, message, "holder"), key, num_blocks, num_slots, Need(need))
         return {"extent": None if extent is None else asdict(extent)}
 
     def _release(self, message: Message) -> dict[str, Any]:
@@ -98,6 +128,53 @@ class Operations:
 
     def _monotonic(self, unix_ns: int) -> float:
         return self._clock() + (unix_ns - self._unix_clock_ns()) / 1e9
+
+
+def publication_to_json(publication: Publication) -> dict[str, Any]:
+    """The object that `publish` takes."""
+    return {
+        "num_tokens": publication.num_tokens,
+        "digest": list(publication.digest),
+        "block_ids": _encode(np.asarray(publication.block_ids, "<i4")),
+        "block_keys": _encode(publication.block_keys.astype("<i8", copy=False)),
+        "slot": publication.slot,
+        "has_draft": publication.has_draft,
+    }
+
+
+def _publication(value: object) -> Publication:
+    if not isinstance(value, Mapping):
+        raise InvalidArgument.field("publication", "an object", value)
+    digest, has_draft = value.get("digest"), value.get("has_draft")
+    if not isinstance(digest, list) or len(digest) != 2:
+        raise InvalidArgument.field("digest", "a list of two integers", digest)
+    if not isinstance(has_draft, bool):
+        raise InvalidArgument.field("has_draft", "true or false", has_draft)
+    low, high = (_integer({"digest": number}, "digest") for number in digest)
+    return Publication(
+        num_tokens=_integer(value, "num_tokens"),
+        digest=(low, high),
+        block_ids=tuple(_decode(value, "block_ids", "<i4").tolist()),
+        block_keys=_decode(value, "block_keys", "<i8").reshape(-1, 2),
+        slot=_integer(value, "slot"),
+        has_draft=has_draft,
+    )
+
+
+def _encode(numbers: np.ndarray) -> str:
+    return base64.b64encode(numbers.tobytes()).decode("ascii")
+
+
+def _decode(message: Message, name: str, dtype: str) -> np.ndarray:
+    """[N] for ids, [2 N] for keys."""
+    text = _text(message, name)
+    try:
+        numbers = base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidArgument.field(name, "base64", text) from error
+    if len(numbers) % (4 if dtype == "<i4" else 16):
+        raise InvalidArgument(f"{name}: expected whole numbers or keys, got {len(numbers)} bytes")
+    return np.frombuffer(numbers, dtype)
 
 
 def _text(message: Message, name: str) -> str:
@@ -119,7 +196,10 @@ def _ref(kind: type[Ref], message: Message, name: str) -> Ref:
 
 
 def _refs(kind: type[Ref], message: Message, name: str) -> list[Ref]:
-    values = message.get(name)
+    return _parse_refs(kind, name, message.get(name))
+
+
+def _parse_refs(kind: type[Ref], name: str, values: object) -> list[Ref]:
     if not isinstance(values, list):
         raise InvalidArgument.field(name, "a list of objects with row and generation", values)
     return [_parse_ref(kind, name, value) for value in values]

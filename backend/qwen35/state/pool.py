@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from qwen35.errors import StateError, Unavailable
-from qwen35.state.extents import Extent
+from qwen35.state.extents import Extent, Need
 from qwen35.state.source import ExtentSource
 
 IDLE_SECONDS = 5.0
@@ -31,6 +31,7 @@ class _Shelf:
         self.free: dict[int, list[int]] = {}  # generation -> free items, the next one last
         self.home: dict[int, int] = {}  # item -> generation of its extent
         self.used: set[int] = set()
+        self.num_items: dict[int, int] = {}  # generation -> items, free and used
         self.idle_since: dict[int, float] = {}
 
     @property
@@ -41,6 +42,7 @@ class _Shelf:
         generation = extent.ref.generation
         self.extents[generation] = extent
         self.free[generation] = list(reversed(items))
+        self.num_items[generation] = len(items)
         self.home.update(dict.fromkeys(items, generation))
         self.idle_since[generation] = now
 
@@ -56,23 +58,36 @@ class _Shelf:
 
     def put(self, items: list[int], now: float) -> None:
         for item in items:
-            if item not in self.used:
-                raise StateError(f"{self.kind} {item}: expected one that is in use, got one that is free or not ours")
-            self.used.remove(item)
-            generation = self.home[item]
+            generation = self._stop_use(item)
             self.free[generation].append(item)
-            if len(self.free[generation]) == self.num_items(generation):
-                self.idle_since[generation] = now
+            self._note_idle(generation, now)
 
-    def num_items(self, generation: int) -> int:
-        extent = self.extents[generation]
-        return len(extent.block_ids if self.kind == "block" else extent.slots)
+    def transfer(self, items: Iterable[int], now: float) -> None:
+        """Used items that are not ours any more. An extent of which nothing is left is gone."""
+        for item in items:
+            generation = self._stop_use(item)
+            del self.home[item]
+            self.num_items[generation] -= 1
+            if self.num_items[generation] == 0:
+                del self.extents[generation], self.free[generation], self.num_items[generation]
+            else:
+                self._note_idle(generation, now)
 
     def remove(self, generation: int) -> Extent:
         for item in self.free.pop(generation):
             del self.home[item]
-        del self.idle_since[generation]
+        del self.idle_since[generation], self.num_items[generation]
         return self.extents.pop(generation)
+
+    def _stop_use(self, item: int) -> int:
+        if item not in self.used:
+            raise StateError(f"{self.kind} {item}: expected one that is in use, got one that is free or not ours")
+        self.used.remove(item)
+        return self.home[item]
+
+    def _note_idle(self, generation: int, now: float) -> None:
+        if len(self.free[generation]) == self.num_items[generation]:
+            self.idle_since[generation] = now
 
 
 class BlockPool:
@@ -87,15 +102,18 @@ class BlockPool:
         extent_blocks: int | None = None,
         extent_slots: int | None = None,
         on_refill: Callable[[], None] | None = None,
+        asks_at_once: bool = False,
     ) -> None:
-        """Extents default to an eighth of the blocks and a quarter of the slots. ``on_refill`` is called from the
-        background thread, after the pool has grown."""
+        """Extents default to an eighth of the blocks and a sixteenth of the slots. ``on_refill`` is called from the
+        background thread, after the pool has grown. ``asks_at_once``: the source is in this process and answers in no
+        time, so whoever finds too little asks it himself, and nothing is kept in reserve."""
         self.num_total_blocks = num_total_blocks
         self.num_total_slots = num_total_slots
         self.on_refill = on_refill
         self._source = source
         self._extent_blocks = extent_blocks or -(-num_total_blocks // 8)
-        self._extent_slots = extent_slots or -(-num_total_slots // 4)
+        self._extent_slots = extent_slots or -(-num_total_slots // 16)
+        self._asks_at_once = asks_at_once
         self._blocks, self._slots = _Shelf("block"), _Shelf("slot")
         self._wishes = {"block": (0, 0.0), "slot": (0, 0.0)}  # how many somebody asked for in vain, and until when
         self._mutex = threading.Lock()
@@ -142,13 +160,15 @@ class BlockPool:
         """True when so many are free now; else the pool asks its source for them (in the background), for as long as
         the question is repeated every second."""
         with self._mutex:
-            is_enough = self._blocks.num_free >= num_blocks and self._slots.num_free >= num_slots
-            if not is_enough:
-                self._want(num_blocks, num_slots)
-            return is_enough
+            if self._blocks.num_free >= num_blocks and self._slots.num_free >= num_slots:
+                return True
+            self._want(num_blocks, num_slots)
+        return self._asks_at_once and self._ask(num_blocks, num_slots)
 
     def allocate_blocks(self, num_blocks: int) -> list[int]:
         """All or nothing; `PoolExhausted` when they are not there now. Contents are undefined."""
+        if self._asks_at_once:
+            self.can_allocate(num_blocks)
         with self._mutex:
             if self._blocks.num_free < num_blocks:
                 self._want(num_blocks, 0)
@@ -165,6 +185,8 @@ class BlockPool:
 
     def allocate_slot(self) -> int:
         """One slot, to be reset before use; `PoolExhausted` when none is there now."""
+        if self._asks_at_once:
+            self.can_allocate(0, 1)
         with self._mutex:
             if self._slots.num_free < 1:
                 self._want(0, 1)
@@ -177,6 +199,13 @@ class BlockPool:
     def free_slot(self, slot: int) -> None:
         with self._mutex:
             self._slots.put([slot], time.monotonic())
+
+    def transfer(self, block_ids: Iterable[int], slots: Iterable[int] = ()) -> None:
+        """The prefix cache has taken these, which were in use: they leave the pool without being free. One that isn't
+        in use here is a `StateError`."""
+        with self._mutex:
+            self._blocks.transfer(block_ids, time.monotonic())
+            self._slots.transfer(slots, time.monotonic())
 
     def check_integrity(self) -> None:
         """Raise `StateError` unless every block and slot of the extents is either free or in use, once."""
@@ -233,6 +262,12 @@ class BlockPool:
                 self._closing.wait(RETRY_SECONDS)
             self._wake.wait(period_seconds)
 
+    def _ask(self, num_blocks: int, num_slots: int) -> bool:
+        for shelf, count in ((self._blocks, num_blocks), (self._slots, num_slots)):
+            while count > shelf.num_free and self._grow_once(shelf, count - shelf.num_free, Need.WISH):
+                pass
+        return self.num_free_blocks >= num_blocks and self.num_free_slots >= num_slots
+
     def _want(self, num_blocks: int, num_slots: int) -> None:
         until = time.monotonic() + WISH_SECONDS
         self._wishes.update({k: (n, until) for k, n in (("block", num_blocks), ("slot", num_slots)) if n > 0})
@@ -259,16 +294,25 @@ class BlockPool:
                 if missing <= 0:
                     self._wishes[shelf.kind] = (0, 0.0)
                     return has_grown
-            is_block = shelf.kind == "block"
-            unit = self._extent_blocks if is_block else self._extent_slots
-            count = -(-missing // unit) * unit
-            extent = self._source.acquire(count if is_block else 0, 0 if is_block else count)
-            if extent is None:
-                self._empty.add(shelf.kind)
+                is_wish = self._target(shelf) > self._reserve(shelf)
+            if not self._grow_once(shelf, missing, Need.WISH if is_wish else Need.RESERVE):
                 return has_grown
-            with self._mutex:
-                shelf.add(extent, extent.block_ids if is_block else extent.slots, time.monotonic())
             has_grown = True
+
+    def _grow_once(self, shelf: _Shelf, num_missing: int, need: Need) -> bool:
+        """Acquire one extent: a whole one of what is free, but no more than is missing of what must be evicted."""
+        is_block = shelf.kind == "block"
+        unit = self._extent_blocks if is_block else self._extent_slots
+        extent = None
+        for count, how in ((-(-num_missing // unit) * unit, Need.SPARE), (num_missing, need)):
+            extent = extent or self._source.acquire(count if is_block else 0, 0 if is_block else count, how)
+        if extent is None:
+            self._empty.add(shelf.kind)
+            return False
+        self._empty.discard(shelf.kind)
+        with self._mutex:
+            shelf.add(extent, extent.block_ids if is_block else extent.slots, time.monotonic())
+        return True
 
     def _give_back(self, is_pressed: bool) -> None:
         """Release extents that have been idle for a while (at once under pressure), but for the reserve."""
@@ -277,7 +321,7 @@ class BlockPool:
             for shelf in (self._blocks, self._slots):
                 for generation in list(reversed(shelf.idle_since)):
                     is_due = is_pressed or now - shelf.idle_since[generation] >= IDLE_SECONDS
-                    if is_due and shelf.num_free - shelf.num_items(generation) >= self._target(shelf):
+                    if is_due and shelf.num_free - shelf.num_items[generation] >= self._target(shelf):
                         extents.append(shelf.remove(generation))
         if extents:
             self._source.release(extents)

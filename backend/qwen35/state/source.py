@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from qwen35.state.extents import Extent, ExtentRef, ExtentTable, HolderRef
+from qwen35.state.extents import Extent, ExtentRef, ExtentTable, HolderRef, Need
 from qwen35.state.holder import Clock, Holder, TableOwner
 from qwen35.state.leases import Lease
 from qwen35.state.manager import Manager
+from qwen35.state.operations import publication_to_json
+from qwen35.state.prefix import EntryRef, Publication, Published
 
 
 class ExtentSource(Protocol):
     """What a pool needs. Calls may take milliseconds: never from the engine's thread."""
 
-    def acquire(self, num_blocks: int, num_slots: int) -> Extent | None:
+    def acquire(self, num_blocks: int, num_slots: int, need: Need) -> Extent | None:
         """Up to so many; None when nothing is free now."""
         ...
 
@@ -47,9 +49,9 @@ class ManagerSource:
         self._key = next(self._keys)  # kept until an answer came: a repeated question gets the lost answer's extent
         self._mutex = threading.Lock()
 
-    def acquire(self, num_blocks: int, num_slots: int) -> Extent | None:
+    def acquire(self, num_blocks: int, num_slots: int, need: Need = Need.WISH) -> Extent | None:
         with self._mutex:
-            ref = self._manager.acquire(self._holder.ref, self._key, num_blocks, num_slots)
+            ref = self._manager.acquire(self._holder.ref, self._key, num_blocks, num_slots, need)
             self._key = next(self._keys)
         return None if ref is None else ExtentTable(self._owner.tables).contents(ref)
 
@@ -71,14 +73,35 @@ class RemoteManager:
     def __init__(self, call: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
         self._call = call
 
-    def claim(self, holder: HolderRef, leases: Sequence[Lease]) -> list[str]:
-        return self._call({"operation": "claim", "holder": asdict(holder), "leases": _dicts(leases)})["claims"]
+    def claim(
+        self,
+        holder: HolderRef,
+        leases: Sequence[Lease],
+        candidates: Sequence[Sequence[EntryRef] | None] | None = None,
+    ) -> tuple[list[str], list[EntryRef | None]]:
+        message = {"operation": "claim", "holder": asdict(holder), "leases": _dicts(leases)}
+        if candidates is not None:
+            message["candidates"] = [None if entries is None else _dicts(entries) for entries in candidates]
+        answer = self._call(message)
+        return answer["claims"], [None if hit is None else EntryRef(**hit) for hit in answer["hits"]]
+
+    def publish(self, holder: HolderRef, lease: Lease, publication: Publication) -> Published:
+        answer = self._call({"operation": "publish", "holder": asdict(holder), "lease": asdict(lease),
+                             "publication": publication_to_json(publication)})  # fmt: skip
+        entry = None if answer["entry"] is None else EntryRef(**answer["entry"])
+        return Published(entry, tuple(answer["taken_blocks"]))
+
+    def unpin(self, holder: HolderRef, lease: Lease, entries: Sequence[EntryRef]) -> int:
+        return self._call({"operation": "unpin", "holder": asdict(holder), "lease": asdict(lease),
+                           "entries": _dicts(entries)})["unpinned"]  # fmt: skip
 
     def close(self, holder: HolderRef, leases: Sequence[Lease]) -> int:
         return self._call({"operation": "close", "holder": asdict(holder), "leases": _dicts(leases)})["closed"]
 
-    def acquire(self, holder: HolderRef, key: int, num_blocks: int, num_slots: int) -> ExtentRef | None:
-        answer = self._call({"operation": "acquire", "holder": asdict(holder), "key": key,
+    def acquire(
+        self, holder: HolderRef, key: int, num_blocks: int, num_slots: int, need: Need = Need.WISH
+    ) -> ExtentRef | None:
+        answer = self._call({"operation": "acquire", "holder": asdict(holder), "key": key, "need": need.value,
                              "num_blocks": num_blocks, "num_slots": num_slots})  # fmt: skip
         return None if answer["extent"] is None else ExtentRef(**answer["extent"])
 

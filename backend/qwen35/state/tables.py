@@ -1,8 +1,9 @@
-"""The ownership tables as numpy arrays over a piece of memory: header, holders, extents, owners, leases, cancels.
+"""The ownership tables as numpy arrays over a piece of memory: header, holders, extents, owners, leases, cancels, and
+the entries, block keys and pins of the prefix cache.
 
 Knows the layout only; who may write what:
-  header, extents, owners, leases, cancels   the manager, under the manager's lock
-  a holder's row                             the holder while it holds its lock; the manager once it got that lock
+  a holder's row    the holder while it holds its lock; the manager once it got that lock
+  everything else   the manager, under the manager's lock
 
 Times are seconds of CLOCK_MONOTONIC, which all processes of a machine share."""
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from qwen35.state.geometry import Geometry
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MAGIC = 0x5133355354415445  # written last: a header without it was never finished
 HEADER_BYTES = 4096
 MAX_REMEMBERED_CANCELS = 256
@@ -25,12 +26,18 @@ HEADER = np.dtype(
         ("magic", "i8"),
         ("layout_version", "i8"),
         ("generation", "i8"),  # of the arena: nanoseconds since the epoch when it was created
-        ("next_generation", "i8"),  # the last generation given to an extent or lease
+        ("next_generation", "i8"),  # the last number given to an extent, lease, entry or use of an entry
         ("busy", "i8"),  # 1 while a manager changes the tables
         ("pressure_until", "f8"),  # until then holders give idle extents back at once
         ("num_expired_leases", "i8"),
         ("num_reclaimed_extents", "i8"),
         ("num_dead_holders", "i8"),
+        ("num_lookups", "i8"),  # of claims in the prefix cache
+        ("num_hits", "i8"),
+        ("num_hit_tokens", "i8"),
+        ("num_published", "i8"),
+        ("num_refused", "i8"),  # publications that did not fit what the tables said
+        ("num_evicted", "i8"),
         ("is_cache_ready", "i8"),  # the file with the cache bytes is complete
         ("fingerprint", "S128"),
         ("geometry", "S2048"),  # JSON
@@ -70,11 +77,30 @@ LEASE = np.dtype(
 )
 CANCEL = np.dtype([("id_low", "i8"), ("id_high", "i8"), ("cancelled_at", "f8"), ("until", "f8")], align=True)
 
+ENTRY = np.dtype(  # one row for each slot: the entry whose state is in that slot
+    [
+        ("state", "i8"),
+        ("generation", "i8"),
+        ("num_tokens", "i8"),
+        ("digest_low", "i8"),
+        ("digest_high", "i8"),
+        ("has_draft", "i8"),
+        ("last_used", "i8"),  # a number of `new_generation`: larger is later
+    ],
+    align=True,
+)
+PIN = np.dtype(
+    [("state", "i8"), ("entry", "i8"), ("entry_generation", "i8"), ("lease", "i8"), ("lease_generation", "i8")],
+    align=True,
+)
+
 FREE = 0  # of every row
 HOLDER_ACTIVE, HOLDER_DONE = 1, 2
 EXTENT_CHANGING, EXTENT_HELD = 1, 2
 LEASE_OPEN, LEASE_CLAIMED = 1, 2
-OWNER_FREE = 0  # owner of a block or slot: 0 nobody, e + 1 the extent in row e, negative the prefix cache
+ENTRY_PUBLISHING, ENTRY_READY, ENTRY_EVICTING = 1, 2, 3
+PIN_HELD = 1
+OWNER_FREE, OWNER_CACHE = 0, -1  # of a block or slot: nobody, the prefix cache, or e + 1: the extent in row e
 
 
 class Buffer(Protocol):
@@ -93,6 +119,11 @@ class TableLayout:
     slot_owner: int
     leases: int
     cancels: int
+    entries: int
+    entry_blocks: int
+    entry_taken: int
+    block_keys: int
+    pins: int
     num_bytes: int
 
     @classmethod
@@ -104,6 +135,11 @@ class TableLayout:
             geometry.num_slots * 4,
             geometry.max_leases * LEASE.itemsize,
             MAX_REMEMBERED_CANCELS * CANCEL.itemsize,
+            geometry.num_slots * ENTRY.itemsize,
+            geometry.num_slots * geometry.max_sequence_blocks * 4,
+            geometry.num_slots * geometry.max_sequence_blocks,
+            geometry.num_blocks * 16,
+            geometry.max_pins * PIN.itemsize,
         )
         offsets = [HEADER_BYTES]
         for num_bytes in sizes:
@@ -113,8 +149,9 @@ class TableLayout:
 
 @dataclass(frozen=True)
 class Tables:
-    """Arrays that alias one buffer. ``header`` is a zero-dimensional structured array."""
+    """Arrays that alias one buffer. ``header`` is a zero-dimensional structured array. L: most blocks of a sequence."""
 
+    geometry: Geometry
     header: np.ndarray
     holders: np.ndarray  # [max_holders] HOLDER
     extents: np.ndarray  # [max_extents] EXTENT
@@ -122,13 +159,21 @@ class Tables:
     slot_owner: np.ndarray  # [C] int32
     leases: np.ndarray  # [max_leases] LEASE
     cancels: np.ndarray  # [MAX_REMEMBERED_CANCELS] CANCEL
+    entries: np.ndarray  # [C] ENTRY
+    entry_blocks: np.ndarray  # [C, L] int32, the blocks that cover an entry's tokens, in order; undefined behind them
+    entry_taken: np.ndarray  # [C, L] bool, which of them its publisher gave
+    block_keys: np.ndarray  # [B, 2] int64 of full cached blocks: content, lowest bit: with the draft's half
+    pins: np.ndarray  # [max_pins] PIN, at most one for an entry and a lease
 
     @classmethod
     def over(cls, buffer: Buffer, geometry: Geometry) -> Tables:
         layout = TableLayout.of(geometry)
         if len(buffer) < layout.num_bytes:
             raise ValueError(f"tables: expected {layout.num_bytes} bytes, got {len(buffer)}")
+        lists = (geometry.num_slots, geometry.max_sequence_blocks)
+        num_listed = lists[0] * lists[1]
         return cls(
+            geometry=geometry,
             header=header_over(buffer),
             holders=np.frombuffer(buffer, HOLDER, geometry.max_holders, layout.holders),
             extents=np.frombuffer(buffer, EXTENT, geometry.max_extents, layout.extents),
@@ -136,10 +181,15 @@ class Tables:
             slot_owner=np.frombuffer(buffer, np.int32, geometry.num_slots, layout.slot_owner),
             leases=np.frombuffer(buffer, LEASE, geometry.max_leases, layout.leases),
             cancels=np.frombuffer(buffer, CANCEL, MAX_REMEMBERED_CANCELS, layout.cancels),
+            entries=np.frombuffer(buffer, ENTRY, geometry.num_slots, layout.entries),
+            entry_blocks=np.frombuffer(buffer, np.int32, num_listed, layout.entry_blocks).reshape(lists),
+            entry_taken=np.frombuffer(buffer, np.bool_, num_listed, layout.entry_taken).reshape(lists),
+            block_keys=np.frombuffer(buffer, np.int64, 2 * geometry.num_blocks, layout.block_keys).reshape(-1, 2),
+            pins=np.frombuffer(buffer, PIN, geometry.max_pins, layout.pins),
         )
 
     def new_generation(self) -> int:
-        """The next number for an extent or lease; unique in the life of the arena."""
+        """The next number for an extent, a lease, an entry or a use of one; unique in the life of the arena."""
         self.header["next_generation"] += 1
         return int(self.header["next_generation"])
 

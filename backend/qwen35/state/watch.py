@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable
 
 from qwen35.state.holder import HolderInfo
-from qwen35.state.manager import Manager, Stats
+from qwen35.state.manager import Manager
+from qwen35.state.stats import Stats
 
 FIRST_DELAY_SECONDS = 1.0  # before the second reload in a row; the first comes at once
 MAX_DELAY_SECONDS = 60.0
