@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-_STATE, _SESSION, _START = 0, 3, 19  # fields of /proc/<pid>/stat after the command name, see proc(5)
+_STATE, _SESSION, _USER, _SYSTEM, _START = (
+    0,
+    3,
+    11,
+    12,
+    19,
+)  # fields of /proc/<pid>/stat after the command name, see proc(5)
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,12 @@ def session_members(leader_pid: int) -> list[Process]:
         if fields is not None and int(fields[_SESSION]) == leader_pid != int(entry.name) and fields[_STATE] not in "ZX":
             found.append(Process(int(entry.name), int(fields[_START])))
     return found
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of all threads of a process so far; 0 when it is gone."""
+    fields = _stat(pid)
+    return 0.0 if fields is None else (int(fields[_USER]) + int(fields[_SYSTEM])) / os.sysconf("SC_CLK_TCK")
 
 
 def mapped_shared_memory(processes: Iterable[Process]) -> set[Path]:

@@ -173,7 +173,7 @@ class Client:
             # keeps its ensemble from ever unloading (Triton 2.51).
             is_finished = False
             stack.callback(lambda: connection.stop_stream(cancel_requests=not is_finished))
-            tensors = [_tensor(name, value) for name, value in inputs.items()]
+            tensors = [input_tensor(name, value) for name, value in inputs.items()]
             # A stream that has broken already refuses the request; the reason comes through the callback.
             with contextlib.suppress(InferenceServerException):
                 connection.async_stream_infer(
@@ -259,7 +259,7 @@ def server_error(text: str) -> errors.Qwen35Error:
     return _ERROR_BY_CODE[match[1]](match[2])
 
 
-def _tensor(name: str, value: Any) -> triton_grpc.InferInput:
+def input_tensor(name: str, value: Any) -> triton_grpc.InferInput:
     """Text -> BYTES [1], a list of text -> BYTES [n], a switch -> BOOL [1]."""
     if name in _BOOLEAN_INPUTS or name.startswith("return_"):
         data, datatype = np.array([value], dtype=bool), "BOOL"

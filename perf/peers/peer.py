@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 WORKER = Path(__file__).with_name("worker.py")
 STOP_SECONDS = 10.0
@@ -88,14 +88,13 @@ class WorkerPeer:
         log_path: Path,
         num_threads: int,
         environment: Mapping[str, str] | None = None,
-        pause_when_idle: bool = True,
+        arguments: Sequence[str] = (),
     ) -> None:
         self.name = name
         self._command = [str(python), str(WORKER), "--engine", engine, "--checkpoint", str(checkpoint)]
-        self._command += ["--threads", str(num_threads)]
+        self._command += ["--threads", str(num_threads), *arguments]
         self._environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads), **(environment or {})}
         self._log_path = log_path
-        self._pause_when_idle = pause_when_idle
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -126,6 +125,13 @@ class WorkerPeer:
         self._run(work, 4)
         self._pause()
 
+    def answer(self, prompts: Sequence[str], num_tokens: int) -> Timing:
+        """Of whole answers to these texts, prompts included."""
+        self._continue()
+        timing = self._ask({"prompts": prompts, "num_tokens": num_tokens})
+        self._pause()
+        return timing
+
     def close(self) -> None:
         if self._process is None:
             return
@@ -139,9 +145,12 @@ class WorkerPeer:
             self._process.wait()
 
     def _run(self, work: Work, num_tokens: int) -> Timing:
-        request = {"num_streams": work.num_streams, "num_prompt_tokens": work.num_prompt_tokens}
+        sizes = {"num_streams": work.num_streams, "num_prompt_tokens": work.num_prompt_tokens}
+        return self._ask({**sizes, "num_tokens": num_tokens})
+
+    def _ask(self, request: Mapping[str, Any]) -> Timing:
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps({**request, "num_tokens": num_tokens}) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._read()
         return Timing(answer["seconds"], answer["cpu_seconds"])
@@ -165,7 +174,7 @@ class WorkerPeer:
         self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        if self._pause_when_idle and self._process is not None and self._process.poll() is None:
+        if self._process is not None and self._process.poll() is None:
             os.killpg(self._process.pid, number)
 
 

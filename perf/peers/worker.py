@@ -4,10 +4,11 @@ Run by the Python of the engine's own environment, so it imports nothing of the 
 
     python worker.py --engine qwen35|transformers|vllm|memory --checkpoint DIR --threads N
     -> {"ready": true, "load_seconds": …}
-    <- {"num_streams": 1, "num_prompt_tokens": 32, "num_tokens": 65}
+    <- {"num_streams": 1, "num_prompt_tokens": 32, "num_tokens": 65}          or {"prompts": ["…"], "num_tokens": 65}
     -> {"seconds": …, "cpu_seconds": …}                 of all streams together, prompts included
 
-Prompts are random token ids, new ones in every turn (no prefix can be cached), and every stream runs to its last token.
+Where no prompts are given they are random token ids, new ones in every turn (no prefix can be cached). Every stream
+runs to its last token.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 MAX_STREAMS = 8
-Generate = Callable[[Sequence[Sequence[int]], int], None]  # prompts, tokens of each; returns when all are there
+Prompts = Sequence[Sequence[int]]  # token ids; qwen35 takes texts as well
+Generate = Callable[[Prompts, int], None]  # prompts, tokens of each; returns when all are there
 
 
 def main() -> None:
@@ -31,6 +34,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-context", type=int, default=4352, help="tokens of prompt and answer")
+    parser.add_argument("--drafts", type=int, default=0, help="of qwen35; random weights accept none")
     options = parser.parse_args()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not look like an answer
@@ -42,14 +46,16 @@ def main() -> None:
         answers.write(json.dumps(turn(generate, json.loads(line), vocab_size)) + "\n")
 
 
-def turn(generate: Generate, work: dict[str, int], vocab_size: int) -> dict[str, float]:
+def turn(generate: Generate, work: dict[str, Any], vocab_size: int) -> dict[str, float]:
     """One timed call. `cpu_seconds`: of all threads of this process and of children that have ended."""
-    prompts = [
-        [random.randrange(vocab_size) for _ in range(work["num_prompt_tokens"])] for _ in range(work["num_streams"])
-    ]
+    prompts = work.get("prompts") or _random_prompts(work["num_streams"], work["num_prompt_tokens"], vocab_size)
     started, cpu_started = time.perf_counter(), _cpu_seconds()
     generate(prompts, work["num_tokens"])
     return {"seconds": time.perf_counter() - started, "cpu_seconds": _cpu_seconds() - cpu_started}
+
+
+def _random_prompts(num_streams: int, num_tokens: int, vocab_size: int) -> list[list[int]]:
+    return [[random.randrange(vocab_size) for _ in range(num_tokens)] for _ in range(num_streams)]
 
 
 def _cpu_seconds() -> float:
@@ -67,18 +73,17 @@ def _vocab_size(checkpoint: str) -> int:
 
 
 def load_qwen35(options: argparse.Namespace) -> Generate:
-    """Our engine, without drafts: random weights accept none."""
     from qwen35 import LLM, SamplingParams
 
     llm = LLM(
         options.checkpoint,
-        num_draft_tokens=0,
+        num_draft_tokens=options.drafts,
         num_threads=options.threads,
         num_slots=MAX_STREAMS,
         max_context_tokens=options.max_context,
     )
 
-    def generate(prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+    def generate(prompts: Prompts, num_tokens: int) -> None:
         completions = llm.generate(prompts, SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True))
         assert all(len(completion.token_ids) == num_tokens for completion in completions)
 
@@ -93,7 +98,7 @@ def load_transformers(options: argparse.Namespace) -> Generate:
     torch.set_num_threads(options.threads)
     model = AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=torch.bfloat16).eval()
 
-    def generate(prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+    def generate(prompts: Prompts, num_tokens: int) -> None:
         ids = torch.tensor(prompts)
         with torch.inference_mode():
             output = model.generate(
@@ -126,7 +131,7 @@ def load_vllm(options: argparse.Namespace) -> Generate:
         skip_tokenizer_init=True,
     )
 
-    def generate(prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+    def generate(prompts: Prompts, num_tokens: int) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
         outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], sampling, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == num_tokens for output in outputs)
@@ -141,7 +146,7 @@ def load_memory(options: argparse.Namespace) -> Generate:
     torch.set_num_threads(options.threads)
     data = torch.zeros(256 << 18, dtype=torch.int32)
 
-    def generate(prompts: Sequence[Sequence[int]], num_tokens: int) -> None:
+    def generate(prompts: Prompts, num_tokens: int) -> None:
         data.max()
 
     return generate
