@@ -31,6 +31,7 @@ from perf.tables import tables
 
 SECTIONS = ("bandwidth", "peers", "speculation", "context")
 OUTPUT = CACHE / "perf"
+LOGS = OUTPUT / "logs"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,7 +59,7 @@ def measure(options: argparse.Namespace) -> Run:
         checkpoint=options.checkpoint,
         quantised=options.quantised,
         peers_directory=options.peers_directory,
-        log_directory=options.output / "logs",
+        log_directory=LOGS,
         num_threads=options.threads,
     )
     run = Run({**machine.describe(), "num_threads": options.threads, "clock": options.clock}, ())

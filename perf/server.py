@@ -113,7 +113,7 @@ def measure(options: argparse.Namespace) -> list[Sample]:
         "qwen35",
         options.checkpoint,
         python=Path(sys.executable),
-        log_path=options.output / "logs" / "engine-alone.log",
+        log_path=CACHE / "perf" / "logs" / "engine-alone.log",
         num_threads=options.threads,
         arguments=["--drafts", str(options.drafts)],
     )
