@@ -51,7 +51,7 @@ def render(run: Run) -> str:
     """REPORT.md."""
     parts = [
         "# Performance\n\nWritten by `python -m perf.report` from [results/run.json](results/run.json), which "
-        "has every raw sample. Medians of one run, lowest and highest in brackets; ratios are of medians of the same run.",
+        "has every raw sample. Medians of one run, lowest and highest in brackets; ratios are of its medians.",
         f"## Machine\n\n{_machine(run)}",
         f"## Bars\n\n{bars_table(run)}",
         *([_floor(run)] if run.works("bandwidth") and run.works("peers") else []),
