@@ -136,8 +136,8 @@ def pending_inputs_not_swapped(monkeypatch):
     monkeypatch.setattr(Snapshot, "restore", faulty)
 
 
-FAULTS = [pending_inputs_not_swapped, preempted_state_kept, replay_off_by_one, stale_conv_window, own_chunk_unrounded, slot_reused_without_reset,
-          penalties_blind_to_drafts, drafts_at_the_wrong_position]  # fmt: skip
+FAULTS = [pending_inputs_not_swapped, preempted_state_kept, replay_off_by_one, stale_conv_window, own_chunk_unrounded,
+          slot_reused_without_reset, penalties_blind_to_drafts, drafts_at_the_wrong_position]  # fmt: skip
 
 
 @pytest.fixture

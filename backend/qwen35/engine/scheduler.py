@@ -2,8 +2,9 @@
 
 Knows no model. A sequence takes blocks as it grows. When they run out, the last in rank (lowest priority, then latest
 arrival) is preempted: it gives everything back, waits in its old place, and later goes on from a copy on the host or,
-where none was kept, runs all its tokens again, to the same bits. The first in rank is never preempted by equals and can always have every block, so it comes to its end, and
-then the next one is first. Drafts are cut to the room there is; nobody is preempted for them."""
+where none was kept, runs all its tokens again, to the same bits. The first in rank is never preempted by equals and can
+always have every block, so it comes to its end, and then the next one is first. Drafts are cut to the room there is;
+nobody is preempted for them."""
 
 from __future__ import annotations
 
