@@ -5,9 +5,11 @@ import re
 
 import numpy as np
 import pytest
+from llguidance import LLParserLimits
 
+from qwen35.engine import grammar as grammar_module
 from qwen35.engine.detokenizer import Vocabulary
-from qwen35.engine.grammar import Grammars
+from qwen35.engine.grammar import Grammar, Grammars
 from qwen35.engine.request import StructuredOutputs
 from qwen35.errors import InvalidArgument
 from tests.drafters import OracleDrafter
@@ -66,6 +68,76 @@ def test_a_row_behind_a_forbidden_draft_is_left_alone_and_spoils_nothing(grammar
     for drafts in ((b,), (a, a), (a, b, EOS, c), (EOS,), (31, 30)):
         assert len(allowed(grammar, drafts)) == VOCAB_SIZE
         assert allowed(grammar) == before
+
+
+AB = tokenizer().token_to_id("ab")
+EXPONENTIAL = StructuredOutputs("regex", "(a[ab]{4}|b[ab]*a[ab]{8})c")  # each way behind a "b" makes new states
+
+
+@pytest.fixture
+def small_limit(monkeypatch, grammars):
+    """Of the states that a matcher may make in all of its life. Makes a grammar under it."""
+
+    def limited(max_states: int) -> Grammar:
+        limits = LLParserLimits(verbose_errors=False, max_lexer_states=max_states)
+        monkeypatch.setattr(grammar_module, "_LIMITS", limits)
+        return grammars.grammar(EXPONENTIAL, start_after=None)
+
+    return limited
+
+
+def letters(text: str) -> tuple[int, ...]:
+    return tuple(tokenizer().token_to_id(letter) for letter in text)
+
+
+def faults(grammar, path, drafts_at) -> list[tuple[list[int], str | None]]:
+    """Masks and faults along a text, when at each place drafts are looked at before a token is decided."""
+    seen = []
+    for place, token_id in enumerate(path):
+        for drafts in drafts_at(place):
+            for end in range(1, len(drafts) + 1):
+                allowed(grammar, drafts[:end])
+        seen.append((allowed(grammar), grammar.fault))
+        grammar.observe(token_id)
+    return seen
+
+
+def test_limits_are_met_where_plain_decoding_meets_them(small_limit):
+    """The library counts what a matcher has ever seen: rejected drafts must not count, accepted ones once."""
+    path = letters("babbaababbabababbab")
+    plain = faults(small_limit(40), path, lambda place: ())
+    assert plain[0] == (list(range(2)) + [AB], None) and plain[-1][0] == [] and "too many states" in plain[-1][1]
+    wrong = [letters("aaaaaaaa"), letters("bbbabaaab"), letters("abababab")]
+    assert faults(small_limit(40), path, lambda place: wrong) == plain
+    assert faults(small_limit(40), path, lambda place: [path[place : place + 5]]) == plain
+    assert faults(small_limit(40), path, lambda place: [*wrong, path[place : place + 3]]) == plain
+
+
+def test_a_limit_behind_a_rejected_draft_is_nobodys_error(small_limit):
+    wanted = {"structured_outputs": EXPONENTIAL, "logit_bias": tuple((t, -60.0) for t in letters("b")), "logprobs": 1}
+    drafts = letters("baaaaaaaaaaaaaaaa")
+    assert [] in [allowed(small_limit(24), drafts[:end]) for end in range(5)]
+    plain = Rig(num_draft_tokens=0)
+    plain.run([request(max_tokens=20, **wanted)])
+    rig = Rig(num_draft_tokens=5, draft="right")
+    rig.engine._drafter = OracleDrafter({0: drafts[:1] + drafts}, wrong=0.0)
+    rig.run([request(max_tokens=20, **wanted)])
+    assert plain.text().startswith("a") and outcome(rig) == outcome(plain)
+    assert rig.final().usage.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("draft", ["right", "mixed", "wrong"])
+@pytest.mark.parametrize("num_draft_tokens", [1, 5])
+def test_a_limit_behind_decided_tokens_ends_the_request_at_the_same_place(small_limit, num_draft_tokens, draft):
+    wanted = StructuredOutputs("regex", "b[ab]*a[ab]{8}c")
+    small_limit(40)
+    ended = []
+    for k in (0, num_draft_tokens):
+        rig = Rig(num_draft_tokens=k, draft=draft)
+        rig.run([request(max_tokens=40, structured_outputs=wanted, temperature=1.0, logprobs=1)])
+        ended.append((outcome(rig), str(rig.final().error)))
+    assert ended[0] == ended[1] and len(ended[0][0][0]) > 3
+    assert "structured_outputs: expected a grammar within the library's limits, got: " in ended[0][1]
 
 
 @pytest.mark.parametrize("wanted", IN_VOCABULARY, ids=lambda wanted: wanted.kind)

@@ -111,5 +111,8 @@ class Admission:
         bad_words = self._vocabulary.bad_word_token_ids(sampling.bad_words)
         think_end = self._vocabulary.open_think_end(request.token_ids)
         wanted = sampling.structured_outputs
-        grammar = None if wanted is None else self._grammars.grammar(wanted, start_after=think_end)
+        looks_ahead = self._num_draft_tokens > 0 and sampling.num_draft_tokens != 0
+        grammar = None
+        if wanted is not None:
+            grammar = self._grammars.grammar(wanted, start_after=think_end, looks_ahead=looks_ahead)
         return Processors(sampling, request.token_ids, end_token_ids, bad_words, grammar, think_end)

@@ -1,14 +1,16 @@
 """Structured output: which tokens may come next so that the text fits a JSON schema, a regular expression, one of some
 choices or a grammar. The library (llguidance) knows grammars; here it is turned into a mask of one position.
 
-A grammar is advanced through the drafts and taken back, so that each verify row is masked as it would be without
-drafting. A row behind a draft that the grammar forbids is left as it is: it is never read, because the target cannot
-have chosen that draft."""
+Each verify row is masked as it would be without drafting. The library's limits depend on all that a matcher has ever
+looked at, so there are two: one follows the decided tokens and does just what plain decoding does, mask by mask; the
+other goes ahead through the drafts. Where that one meets a limit, its row counts as not verified; the faults of the
+first alone end a request. A row behind a draft that the grammar forbids is left as it is: it is never read, because
+the target cannot have chosen that draft."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -33,16 +35,23 @@ class Grammars:
         self._eos_token_ids = eos_token_ids
         self._lock = threading.Lock()
 
-    def grammar(self, wanted: StructuredOutputs, *, start_after: int | None) -> Grammar:
+    def grammar(self, wanted: StructuredOutputs, *, start_after: int | None, looks_ahead: bool = True) -> Grammar:
         """``start_after``: the token (the end of a thinking part) behind which the grammar begins; None: it begins
-        at once. Raises InvalidArgument for what the library can't read or refuses as too complex."""
+        at once. ``looks_ahead``: drafts may come, what that takes is made ready. Raises InvalidArgument for what the
+        library can't read or refuses as too complex."""
         with self._lock:
             tokenizer = self._tokenizer
-        matcher = LLMatcher(tokenizer, _definition(wanted), log_level=0, limits=_LIMITS)
-        matcher.compute_bitmask()  # some limits are only met here
-        if matcher.is_error():
-            raise _invalid(wanted.kind, matcher.get_error())
-        return Grammar(matcher, self._vocab_size, self._eos_token_ids, start_after)
+        definition = _definition(wanted)
+
+        def new_matcher() -> LLMatcher:
+            return LLMatcher(tokenizer, definition, log_level=0, limits=_LIMITS)
+
+        grammar = Grammar(new_matcher, self._vocab_size, self._eos_token_ids, start_after)
+        if grammar.fault is not None:
+            raise _invalid(wanted.kind, grammar.fault)
+        if looks_ahead:
+            grammar.look_ahead()
+        return grammar
 
     @cached_property
     def _tokenizer(self) -> LLTokenizer:
@@ -57,40 +66,80 @@ class Grammar:
     """How far one sequence has come in its grammar. Ends with EOS; what follows that (ignore_eos) is free."""
 
     def __init__(
-        self, matcher: LLMatcher, vocab_size: int, eos_token_ids: frozenset[int], start_after: int | None
+        self,
+        new_matcher: Callable[[], LLMatcher],
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        start_after: int | None,
     ) -> None:
-        self._matcher = matcher
+        self._new_matcher = new_matcher
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._start_after = start_after
         self._has_begun = start_after is None
         self._has_ended = False
-        self.fault: str | None = None  # why there is no mask any more: the library met one of its limits
+        self._text: list[int] = []  # decided tokens of the grammar
+        self._place = _Place(new_matcher())  # behind them
+        self._ahead: dict[tuple[int, ...], _Place] = {}  # behind them and then these drafts, by the other matcher
+
+    @property
+    def fault(self) -> str | None:
+        """Why there is no mask behind the decided tokens, when the library has met one of its limits."""
+        return None if self._has_ended else self._place.fault
+
+    def look_ahead(self) -> None:
+        """Makes the matcher that goes through drafts, where there is none or it has met a limit: a new one has seen the
+        decided tokens alone."""
+        if not self._ahead:
+            self._ahead = {(): _Place(self._new_matcher())}
+            self._ahead[()].matcher.consume_tokens(self._text)
 
     def observe(self, token_id: int) -> None:
         """A token was decided."""
         if not self._has_begun:
             self._has_begun = token_id == self._start_after
         elif token_id in self._eos_token_ids:
-            self._has_ended = True
-        elif not self._has_ended and self.fault is None and not self._matcher.consume_token(token_id):
-            self.fault = self._matcher.get_error()
+            self._has_ended, self._ahead = True, {}
+        elif not self._has_ended:
+            self._text.append(token_id)
+            self._place = self._place.advanced(token_id)
+            self._ahead = self._ahead_of(token_id)
+
+    def _ahead_of(self, token_id: int) -> dict[tuple[int, ...], _Place]:
+        """What of the places behind drafts is left when ``token_id`` is decided."""
+        if any(place.matcher.is_error() for place in self._ahead.values()):
+            return {}
+        if self._ahead and (token_id,) not in self._ahead:
+            self._ahead[()].matcher.consume_token(token_id)
+            return {(): _Place(self._ahead[()].matcher)}
+        return {path[1:]: place for path, place in self._ahead.items() if path[:1] == (token_id,)}
 
     def apply(self, logits: NDArray[np.float64], drafts: Sequence[int]) -> None:
-        """Forbids tokens in ``logits`` [V], for the position after all decided tokens and then ``drafts``."""
+        """Forbids tokens in ``logits`` [V], for the position after all decided tokens and then ``drafts``: all of them
+        where the library has met one of its limits."""
         within = self._within(drafts)
-        if within is None:
+        place = None if within is None else self._place_behind(tuple(within))
+        if place is None:
             return
-        num_fitting = self._matcher.try_consume_tokens(within) if within else 0
-        if num_fitting == len(within):
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            is_allowed = np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(np.bool_)
-            logits[~is_allowed] = -np.inf
-        if num_fitting:
-            self._matcher.rollback(num_fitting)
-        if self._matcher.is_error():
-            self.fault = self._matcher.get_error()
+        if place.fault is not None:
             logits[:] = -np.inf
+            return
+        bits = np.frombuffer(place.mask, dtype=np.uint8)
+        is_allowed = np.unpackbits(bits, bitorder="little", count=self._vocab_size).view(np.bool_)
+        logits[~is_allowed] = -np.inf
+
+    def _place_behind(self, drafts: tuple[int, ...]) -> _Place | None:
+        """None where the grammar forbids one of them."""
+        if not drafts:
+            return self._place
+        before = self._place_behind(drafts[:-1])
+        if before is None or not before.allows(drafts[-1]):
+            return None
+        self.look_ahead()
+        if drafts not in self._ahead:
+            self._ahead[drafts] = _Place(self._ahead[drafts[:-1]].matcher.deep_copy())
+            self._ahead[drafts].matcher.consume_token(drafts[-1])
+        return self._ahead[drafts]
 
     def _within(self, drafts: Sequence[int]) -> list[int] | None:
         """The drafts that the grammar has to take; None where it has not begun or has ended after them."""
@@ -101,6 +150,33 @@ class Grammar:
             within = within[within.index(self._start_after) + 1 :]
         has_ended = self._has_ended or not self._eos_token_ids.isdisjoint(within)
         return None if has_ended else within
+
+
+class _Place:
+    """A matcher at one place of a text. Its mask is computed once, and before the matcher goes on."""
+
+    def __init__(self, matcher: LLMatcher) -> None:
+        self.matcher = matcher
+
+    @cached_property
+    def mask(self) -> bytes:
+        """A bit for each token, the lowest of a byte first."""
+        return self.matcher.compute_bitmask()
+
+    @cached_property
+    def fault(self) -> str | None:
+        """The limit that the library has met on the way to this mask."""
+        _ = self.mask
+        return self.matcher.get_error() if self.matcher.is_error() else None
+
+    def allows(self, token_id: int) -> bool:
+        return self.fault is None and bool(self.mask[token_id // 8] >> token_id % 8 & 1)
+
+    def advanced(self, token_id: int) -> _Place:
+        """Behind one more token; this place is of no use any more. A token that is not allowed is a fault there."""
+        _ = self.mask
+        self.matcher.consume_token(token_id)
+        return _Place(self.matcher)
 
 
 class _Tokens:

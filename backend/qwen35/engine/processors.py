@@ -70,7 +70,7 @@ class Processors:
 
     @property
     def fault(self) -> str | None:
-        """Why no token can be chosen any more, where the cause is the request's own."""
+        """Why no token can be chosen after the decided ones, where the cause is the grammar."""
         return None if self._grammar is None else self._grammar.fault
 
     def apply(self, logits: NDArray[np.float64], drafts: Sequence[int]) -> None:

@@ -161,17 +161,17 @@ class Sequence:
     ) -> None:
         """A step ran ``num_inputs`` tokens from KV position ``start``, ``drafts`` the last of them. KV length, GDN
         state and conv window advance together: by everything, or for a deferred verify by as many inputs as tokens
-        were decided."""
-        num_accepted_inputs = len(decision.token_ids) if is_deferred else num_inputs
-        self.num_computed_tokens = start + num_accepted_inputs
-        self.num_pending = num_accepted_inputs if is_deferred else 0
+        were taken: all that were decided, up to where the text ends or the next step has to end it by an error."""
         self.drafts = ()
         self.error = decision.error
         num_before = len(self.token_ids)
         for index, token_id in enumerate(decision.token_ids):
             self._append(token_id, decision.logprobs[index] if decision.logprobs else ())
-            if self.is_finished:
+            if self.is_finished or self._is_stuck:
                 break
+        num_accepted_inputs = len(self.token_ids) - num_before if is_deferred else num_inputs
+        self.num_computed_tokens = start + num_accepted_inputs
+        self.num_pending = num_accepted_inputs if is_deferred else 0
         self._num_draft_tokens += len(drafts)
         num_accepted_drafts = max(0, len(decision.token_ids) - 1)
         self._num_accepted_draft_tokens += min(num_accepted_drafts, len(self.token_ids) - num_before)
@@ -196,6 +196,11 @@ class Sequence:
             self.finish_reason = "stop"
         elif len(self.token_ids) == self.max_total_tokens:
             self.finish_reason = "length"
+
+    @property
+    def _is_stuck(self) -> bool:
+        """No token can be chosen any more: tokens that were decided behind this place do not count."""
+        return self.processors is not None and self.processors.fault is not None
 
     @property
     def usage(self) -> Usage:

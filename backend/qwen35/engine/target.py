@@ -68,9 +68,10 @@ class TargetRunner:
         """``logits`` [k + 1, V], ``choices`` and ``is_valid`` [k + 1]; all empty for a prompt chunk in the middle."""
         if piece.num_rows == 0:
             return Decision()
-        token_ids = accept(piece.drafts, [int(token_id) for token_id in choices])
-        if not all(is_valid[: len(token_ids)]):
-            return Decision(error=_no_choice(piece.sequence, logits[list(is_valid).index(False)]))
+        if not is_valid[0]:
+            return Decision(error=_no_choice(piece.sequence, logits[0]))
+        num_valid = (*is_valid, False).index(False)  # a row behind drafts without a choice is decided by the next step
+        token_ids = accept(piece.drafts, [int(token_id) for token_id in choices])[:num_valid]
         num_top = piece.sequence.request.sampling.logprobs
         if num_top is None:
             return Decision(token_ids)
