@@ -130,7 +130,7 @@ def test_a_limit_behind_a_rejected_draft_is_nobodys_error(small_limit):
 @pytest.mark.parametrize("num_draft_tokens", [1, 5])
 def test_a_limit_behind_decided_tokens_ends_the_request_at_the_same_place(small_limit, num_draft_tokens, draft):
     wanted = StructuredOutputs("regex", "b[ab]*a[ab]{8}c")
-    small_limit(40)
+    small_limit(28)
     ended = []
     for k in (0, num_draft_tokens):
         rig = Rig(num_draft_tokens=k, draft=draft)
