@@ -15,6 +15,7 @@ def test_auto_takes_a_gpu_when_there_is_one(monkeypatch, has_gpu, kind):
 
 def test_names():
     assert select_device("cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(ConfigError, match="device: expected auto, cpu, cuda or cuda:N, got 'gpu'"):
-        select_device("gpu")
+    for name in ("gpu", "mps", "xpu:0", "cpu:0", "cuda:", "cuda:x", "meta", ""):
+        with pytest.raises(ConfigError, match=f"device: expected auto, cpu, cuda or cuda:N, got '{name}'"):
+            select_device(name)
     assert select_dtype("auto") is None and select_dtype("bfloat16") is torch.bfloat16

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from qwen35.errors import ConfigError
 
 
 def select_device(name: str) -> torch.device:
-    """``auto``: the first GPU when there is one, else the CPU."""
+    """``auto``: the first GPU when there is one, else the CPU. Raises ConfigError for other kinds of devices."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}") from error
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise ConfigError(f"device: expected auto, cpu, cuda or cuda:N, got {name!r}")
+    return torch.device(name)
 
 
 def select_dtype(name: str) -> torch.dtype | None:

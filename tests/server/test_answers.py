@@ -2,6 +2,7 @@
 
 import base64
 import json
+import queue
 import time
 import urllib.request
 
@@ -130,8 +131,8 @@ def test_logprobs(server):
         assert all(token.isdecimal() and entry["logprob"] <= 0 for token, entry in position.items())
     first = [next(entry for entry in position.values() if entry["rank"] == 1) for position in positions]
     assert sum(entry["logprob"] for entry in first) == pytest.approx(answer.values("cumulative_logprob")[0], rel=1e-5)
-    if "\ufffd" not in answer.text:
-        assert "".join(entry["decoded_token"] for entry in first) == answer.text
+    assert answer.text.isascii(), "no token of it is a part of a character: each one's text is its own"
+    assert "".join(entry["decoded_token"] for entry in first) == answer.text != ""
     none = vllm(server, "Hello", sampling=GREEDY, return_logprobs=True)
     assert none.values("logprobs") == [b"null"]
 
@@ -171,11 +172,20 @@ def test_stop_strings_end_the_text_before_them(server):
     assert answer.values("finish_reason")[-1] == b"stop"
 
 
-def test_an_empty_final_response_comes_only_when_asked_for(server):
-    with Stream(server) as connection:
-        send_vllm(connection, "Hello", sampling=GREEDY, options={"enable_empty_final_response": True}, stream=True)
-        answer = connection.collect()
-    assert answer.texts[-1] != ""  # the last text itself is final
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_last_text_is_itself_the_final_response(server, stream):
+    """Whether the client asks for an empty final response or not, none comes behind it."""
+    answers = []
+    for options in ({}, {"enable_empty_final_response": True}):
+        with Stream(server) as connection:
+            send_vllm(connection, "Hello", sampling=GREEDY, options=options, stream=stream)
+            answers.append(connection.collect())
+            with pytest.raises(queue.Empty):
+                connection.next(timeout=0.5)
+    for answer in answers:
+        assert answer.error is None and "" not in answer.texts
+        assert answer.finals == [False] * (len(answer.texts) - 1) + [True]
+    assert answers[0].text == answers[1].text and (len(answers[0].texts) > 1) == stream
 
 
 def test_metrics_tell_what_was_delivered(server):

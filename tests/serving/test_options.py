@@ -140,6 +140,33 @@ def test_unsupported_features_are_refused_unless_neutral(sampling, refused):
         assert resolved(sampling=sampling)[0].sampling == SamplingParams()
 
 
+# Fields of vLLM's SamplingParams (0.6 to 0.11), in its order, with a value that asks for something.
+VLLM_FIELDS = {
+    "n": 2, "best_of": 2, "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.5,
+    "temperature": 0.5, "top_p": 0.5, "top_k": 5, "min_p": 0.1, "seed": 3, "stop": ["x"], "stop_token_ids": [1],
+    "bad_words": ["x"], "ignore_eos": True, "max_tokens": 5, "min_tokens": 1, "logprobs": 2, "prompt_logprobs": 2,
+    "flat_logprobs": True, "detokenize": False, "skip_special_tokens": False, "spaces_between_special_tokens": False,
+    "logits_processors": ["x.Y"], "include_stop_str_in_output": True, "truncate_prompt_tokens": 4, "output_kind": 1,
+    "output_text_buffer_length": 3, "guided_decoding": {"regex": "a"}, "structured_outputs": {"regex": "a"},
+    "logit_bias": {"1": 2.0}, "allowed_token_ids": [1], "extra_args": {"a": 1}, "skip_reading_prefix_cache": True,
+    "thinking_token_budget": 4, "repetition_detection": {"max_pattern_size": 3}, "use_beam_search": True,
+    "length_penalty": 2.0, "early_stopping": True,
+}  # fmt: skip
+NOT_DONE = {"best_of", "flat_logprobs", "detokenize", "spaces_between_special_tokens", "logits_processors",
+            "truncate_prompt_tokens", "output_kind", "output_text_buffer_length", "extra_args",
+            "skip_reading_prefix_cache", "repetition_detection", "use_beam_search", "early_stopping"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", VLLM_FIELDS)
+def test_each_field_of_vllm_acts_or_is_refused_by_name(name):
+    sampling = {name: VLLM_FIELDS[name]}
+    if name in NOT_DONE:
+        with pytest.raises(Unsupported, match=f"^UNSUPPORTED: {name}: expected .* not support"):
+            resolved(sampling=sampling)
+    elif name != "length_penalty":  # of beams, of which there are none
+        assert resolved(sampling=sampling)[0].sampling != SamplingParams()
+
+
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [

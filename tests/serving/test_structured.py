@@ -67,7 +67,8 @@ def test_errors_name_the_part(sent, message):
 
 @pytest.mark.parametrize("key", ["structural_tag", "whitespace_pattern", "disable_additional_properties"])
 def test_what_is_not_done(key):
-    with pytest.raises(Unsupported, match=f"structured_outputs.{key}"):
+    offered = "offered are json, json_object, regex, choice, grammar"
+    with pytest.raises(Unsupported, match=f"structured_outputs.{key}: expected it to be left out .*; {offered}"):
         to_structured("structured_outputs", {"json": {}, key: "x"})
 
 

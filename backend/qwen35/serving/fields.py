@@ -70,6 +70,10 @@ def to_text(name: str, value: Any) -> str:
     return value
 
 
+def to_anything(name: str, value: Any) -> Any:
+    return value
+
+
 def to_sequence(name: str, value: Any) -> tuple[Any, ...]:
     """A list of anything."""
     if not isinstance(value, (list, tuple)):
@@ -192,6 +196,14 @@ UNSUPPORTED: Mapping[str, tuple[Convert, tuple[Any, ...]]] = {
     "use_beam_search": (to_bool, (False,)),
     "early_stopping": (to_bool, (False,)),
     "truncate_prompt_tokens": (to_int, ()),
+    "logits_processors": (to_anything, ([], "[]")),
+    "output_kind": (to_anything, ()),  # a stream tells what is new
+    "flat_logprobs": (to_bool, (False,)),
+    "skip_reading_prefix_cache": (to_bool, (False,)),
+    "skip_clone": (to_bool, (False, True)),  # a copy more or less in the client's own process
+    "output_text_buffer_length": (to_int, (0,)),
+    "repetition_detection": (to_anything, ({}, "{}")),
+    "extra_args": (to_anything, ({}, "{}")),
     "detokenize": (to_bool, (True,)),
     "spaces_between_special_tokens": (to_bool, (True,)),
     "lora_name": (to_text, ("",)),

@@ -29,7 +29,10 @@ def to_structured(name: str, value: Any) -> StructuredOutputs | None:
     any_whitespace = not given.pop("disable_any_whitespace", False)
     for key in given:
         if key in _UNSUPPORTED:
-            raise Unsupported(f"{name}.{key}: expected it to be left out (this server does not support it)")
+            raise Unsupported(
+                f"{name}.{key}: expected it to be left out (this server does not support it); offered are "
+                f"{', '.join(_READ)}, and disable_any_whitespace for json"
+            )
         if key not in _READ:
             raise InvalidArgument.field(f"{name}.{key}", f"one of {', '.join(_READ)}", given[key])
     if len(given) > 1:
