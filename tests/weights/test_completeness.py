@@ -13,6 +13,7 @@ from qwen35.errors import CheckpointError
 from qwen35.weights import builders, memory
 from qwen35.weights.loader import load_language, load_vision
 from qwen35.weights.report import IncompleteCheckpoint
+from qwen35.weights.stream import BUFFER_BYTES
 from tests.tiny_checkpoint import make_tiny_checkpoint, tiny_tensors, write_shards
 from tests.tiny_quantised import make_tiny_quantised_checkpoint
 
@@ -39,6 +40,12 @@ def rename(old: str, new: str):
 
 def replace(name: str, value: Tensor):
     return lambda tensors: tensors.update({name: value})
+
+
+def forbid_reading(monkeypatch) -> None:
+    """Of more than headers."""
+    monkeypatch.setattr("os.preadv", lambda *_: pytest.fail("read a tensor"))
+    monkeypatch.setattr("qwen35.weights.reader.CheckpointReader.map", lambda *_, **__: pytest.fail("mapped a tensor"))
 
 
 FAULTS = [
@@ -134,6 +141,16 @@ def test_quantised_weight_without_its_scales(tmp_path: Path) -> None:
     assert raised.value.missing == (f"{EXPERTS}1.up_proj.weight_scale_2",)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("suffix", ["weight_scale_2", "input_scale"])
+def test_a_scale_that_no_quantisation_writes(tmp_path: Path, value: float, suffix: str) -> None:
+    directory = make_tiny_quantised_checkpoint(tmp_path)
+    name = f"{EXPERTS}1.up_proj.{suffix}"
+    _edit_quantised(directory, replace(name, torch.tensor(value)))
+    with pytest.raises(CheckpointError, match=f"{name}: expected a finite number, 0 or more, got {value}"):
+        load(directory)
+
+
 def test_experts_of_different_kinds(tmp_path: Path) -> None:
     directory = make_tiny_quantised_checkpoint(tmp_path)
     _edit_quantised(directory, lambda tensors: tensors.pop(f"{EXPERTS}1.up_proj.input_scale"))
@@ -188,16 +205,16 @@ def test_a_tensor_that_is_asked_for_twice(tmp_path: Path, monkeypatch) -> None:
 
 def test_nothing_is_read_before_all_faults_are_known(tmp_path: Path, monkeypatch) -> None:
     directory = rewrite(tmp_path, lambda tensors: tensors.pop("mtp.fc.weight"))
-    monkeypatch.setattr("qwen35.weights.reader.CheckpointReader.map", lambda *_: pytest.fail("read a tensor"))
+    forbid_reading(monkeypatch)
     with pytest.raises(IncompleteCheckpoint, match=r"1 missing: mtp.fc.weight"):
         load(directory)
 
 
 def test_what_does_not_fit_is_refused_with_both_numbers(tmp_path: Path, monkeypatch) -> None:
     directory = make_tiny_checkpoint(tmp_path)
-    needed = load(directory)[2].num_bytes_held
+    needed = load(directory)[2].num_bytes_held + BUFFER_BYTES
     monkeypatch.setattr(memory, "available_bytes", lambda device: needed - 1)
-    monkeypatch.setattr("qwen35.weights.reader.CheckpointReader.map", lambda *_: pytest.fail("read a tensor"))
+    forbid_reading(monkeypatch)
     with pytest.raises(CheckpointError, match=f"expected {needed} bytes of memory on cpu .* got {needed - 1} free"):
         load(directory)
 

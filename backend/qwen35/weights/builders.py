@@ -137,9 +137,9 @@ def _experts(source: TensorSource, root: str, config: TextConfig) -> ExpertWeigh
             up_proj=source.expert_stack([f"{module}.up_proj" for module in modules], up_shape),
             down_proj=source.expert_stack([f"{module}.down_proj" for module in modules], down_shape),
         )
-    gate_up = source.fused_stack(f"{root}gate_up_proj", (num_experts, 2 * width, hidden))
-    gate, up = (half.contiguous() for half in gate_up.chunk(2, dim=1))  # [E, I, H] each
-    return ExpertWeights(gate, up, source.fused_stack(f"{root}down_proj", (num_experts, hidden, width)))
+    gate, up = source.fused_stack(f"{root}gate_up_proj", (num_experts, width, hidden), num_parts=2)
+    (down,) = source.fused_stack(f"{root}down_proj", (num_experts, hidden, width))
+    return ExpertWeights(gate, up, down)
 
 
 def _vision_block(source: TensorSource, root: str, config: VisionConfig) -> VisionBlockWeights:

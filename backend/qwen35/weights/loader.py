@@ -18,14 +18,18 @@ import torch
 
 from qwen35.config import ModelConfig
 from qwen35.errors import CheckpointError
+from qwen35.kernels.weight_layout import WeightLayout
 from qwen35.nn.weight_types import DraftWeights, LanguageWeights, VisionWeights
 from qwen35.weights.builders import draft_weights, language_weights, vision_weights
 from qwen35.weights.memory import held_bytes, refuse_what_does_not_fit
 from qwen35.weights.names import Layout, Part, split_root
+from qwen35.weights.passes import Loader, Planner
+from qwen35.weights.progress import LoadProgress
 from qwen35.weights.reader import CheckpointReader
-from qwen35.weights.report import IncompleteCheckpoint, LoadReport
+from qwen35.weights.report import IncompleteCheckpoint, LoadReport, refuse_broken_scales
 from qwen35.weights.scheme import QuantizationScheme
-from qwen35.weights.source import Loader, Planner, Progress, TensorSource
+from qwen35.weights.source import TensorSource
+from qwen35.weights.stream import BUFFER_BYTES, Progress
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -43,12 +47,15 @@ def load_language(
     progress: Progress | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    weight_layout: WeightLayout | None = None,
 ) -> tuple[LanguageWeights, DraftWeights | None, LoadReport]:
     """The target and, with drafting on, the MTP head.
 
-    with_draft  False leaves `mtp.*` out; True makes them required
-    progress    called with (bytes read, bytes to read) after each tensor
-    dtype       of the dense matrices; None keeps the checkpoint's. Norms are float32, `embed_tokens` stays as stored.
+    with_draft     False leaves `mtp.*` out; True makes them required
+    progress       called with (bytes read, bytes to read) after each read; None: a bar, or lines in the log
+    device         "meta" reads nothing and gives the shapes
+    dtype          of the dense matrices, None: as stored. Norms are float32, `embed_tokens` stays as stored
+    weight_layout  of the kernels that will read the weights; None: as on disk
 
     Raises IncompleteCheckpoint (a CheckpointError) naming missing, unexpected and mismatched tensors, CheckpointError
     for unreadable files and for a checkpoint that does not fit into memory.
@@ -64,7 +71,9 @@ def load_language(
         return target, draft_weights(source, layout, config.text) if with_draft else None
 
     left_out = {Part.VISION} if with_draft else {Part.VISION, Part.DRAFT}
-    (target, draft), report = _load(checkpoint_dir, build, left_out, progress, torch.device(device), dtype)
+    (target, draft), report = _load(
+        checkpoint_dir, build, left_out, progress, torch.device(device), dtype, weight_layout
+    )
     return target, draft, report
 
 
@@ -75,6 +84,7 @@ def load_vision(
     progress: Progress | None = None,
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
+    weight_layout: WeightLayout | None = None,
 ) -> tuple[VisionWeights, LoadReport]:
     """The vision tower alone; arguments and errors as for `load_language`."""
     vision = config.vision
@@ -84,7 +94,8 @@ def load_vision(
     def build(source: TensorSource, layout: Layout) -> VisionWeights:
         return vision_weights(source, layout, vision)
 
-    return _load(checkpoint_dir, build, {Part.TARGET, Part.DRAFT}, progress, torch.device(device), dtype)
+    left_out = {Part.TARGET, Part.DRAFT}
+    return _load(checkpoint_dir, build, left_out, progress, torch.device(device), dtype, weight_layout)
 
 
 def _load(
@@ -94,26 +105,42 @@ def _load(
     progress: Progress | None,
     device: torch.device,
     dtype: torch.dtype | None,
+    weight_layout: WeightLayout | None,
 ) -> tuple[_Weights, LoadReport]:
     checkpoint = str(checkpoint_dir)
     with CheckpointReader(checkpoint_dir) as reader:
         layout = Layout.of(reader.names)
         scheme = QuantizationScheme.from_directory(checkpoint_dir, _modules_beside_draft(reader))
-        plan = Planner(reader, dtype)
+        plan = Planner(reader, dtype, weight_layout)
         planned = build(plan, layout)
         skipped = {part: _names_of(part, reader) for part in left_out}
         _refuse_faults(checkpoint, plan, skipped)
         num_bytes_held = held_bytes(planned) - (plan.num_bytes_mapped if device.type == "cpu" else 0)
-        refuse_what_does_not_fit(checkpoint, num_bytes_held, device)
-        loader = Loader(plan, device, progress)
-        weights = build(loader, layout)
-        if loader.unfilled:
-            raise IncompleteCheckpoint(checkpoint, unfilled=loader.unfilled)
-        report = _report(checkpoint, scheme, loader, num_bytes_held, skipped)
-        _LOGGER.info("%s", report)
-        for warning in report.warnings:
-            _LOGGER.warning("%s: %s", checkpoint, warning)
-        return weights, report
+        refuse_what_does_not_fit(checkpoint, num_bytes_held + BUFFER_BYTES, device)
+        weights = planned if device.type == "meta" else _fill(checkpoint, plan, build, layout, device, progress)
+    report = _report(checkpoint, scheme, plan, num_bytes_held, skipped)
+    _LOGGER.info("%s", report)
+    for warning in report.warnings:
+        _LOGGER.warning("%s: %s", checkpoint, warning)
+    return weights, report
+
+
+def _fill(
+    checkpoint: str,
+    plan: Planner,
+    build: _Build[_Weights],
+    layout: Layout,
+    device: torch.device,
+    progress: Progress | None,
+) -> _Weights:
+    loader = Loader(plan, device)
+    weights = build(loader, layout)
+    if loader.unfilled:
+        raise IncompleteCheckpoint(checkpoint, unfilled=loader.unfilled)
+    with LoadProgress(checkpoint) as display:
+        loader.read(progress or display)
+    refuse_broken_scales(checkpoint, loader.scales)
+    return weights
 
 
 def _refuse_faults(checkpoint: str, plan: Planner, skipped: dict[Part, tuple[str, ...]]) -> None:
@@ -133,22 +160,22 @@ def _refuse_faults(checkpoint: str, plan: Planner, skipped: dict[Part, tuple[str
 def _report(
     checkpoint: str,
     scheme: QuantizationScheme,
-    loader: Loader,
+    plan: Planner,
     num_bytes_held: int,
     skipped: dict[Part, tuple[str, ...]],
 ) -> LoadReport:
-    warnings = [*scheme.warnings, *scheme.disagreements(loader.kinds)]
-    scales = [name for name in loader.taken if name.endswith((".k_scale", ".v_scale"))]
+    warnings = [*scheme.warnings, *scheme.disagreements(plan.kinds)]
+    scales = [name for name in plan.taken if name.endswith((".k_scale", ".v_scale"))]
     if scheme.kv_cache is not None and not scales and Part.TARGET not in skipped:
         warnings.append(
             f"the configuration announces {scheme.kv_cache} keys and values, no k_scale or v_scale is on disk: 1.0"
         )
     return LoadReport(
         checkpoint=checkpoint,
-        num_tensors=len(loader.taken),
-        num_bytes_read=sum(info.num_bytes for info in loader.taken.values()),
+        num_tensors=len(plan.taken),
+        num_bytes_read=sum(info.num_bytes for info in plan.taken.values()),
         num_bytes_held=num_bytes_held,
-        num_layers=dict(Counter(loader.kinds.values())),
+        num_layers=dict(Counter(plan.kinds.values())),
         skipped={part: names for part, names in skipped.items() if names},
         warnings=tuple(warnings),
         kv_cache=scheme.kv_cache,

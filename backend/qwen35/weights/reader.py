@@ -1,55 +1,25 @@
-"""Reads tensors of a checkpoint directory by name: one safetensors file, or shards with an index.
+"""Tensors of a checkpoint directory by name: one safetensors file, or shards with an index.
 
-Names, shapes and types come from the headers alone. The reader knows nothing of models; whether the tensors are the
-right ones is for `source` and `loader` to prove.
+Names, shapes, types and places come from the headers alone. The reader knows nothing of models; whether the tensors are
+the right ones is for `source` and `loader` to prove.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import struct
-from contextlib import ExitStack
-from dataclasses import dataclass
+import mmap
 from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qwen35.errors import CheckpointError
+from qwen35.weights.header import TensorInfo, read_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """One tensor as its file's header describes it."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    file: Path
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+_MAP_NORESERVE = 0x4000  # Linux; Python's mmap does not name it in all versions
 
 
 class CheckpointReader:
@@ -61,17 +31,12 @@ class CheckpointReader:
 
     def __init__(self, directory: Path | str) -> None:
         self.directory = Path(directory)
-        self._files: dict[Path, safe_open] = {}
         self._infos: dict[str, TensorInfo] = {}
-        self._open_files = ExitStack()
-        try:
-            indexed = self._find_files()
-            for path in dict.fromkeys(indexed.values()) if indexed else [self._single_file()]:
-                self._open(path)
-            _check_index(indexed, self._infos)
-        except BaseException:
-            self.close()
-            raise
+        self._mappings: dict[Path, mmap.mmap] = {}
+        indexed = self._find_files()
+        for path in dict.fromkeys(indexed.values()) if indexed else [self._single_file()]:
+            self._add(path)
+        _check_index(indexed, self._infos)
 
     def __enter__(self) -> CheckpointReader:
         return self
@@ -82,13 +47,12 @@ class CheckpointReader:
         self.close()
 
     def close(self) -> None:
-        """Closes the files. Mapped tensors stay valid."""
-        self._files.clear()
-        self._open_files.close()
+        """Forgets the mappings. Mapped tensors stay valid."""
+        self._mappings.clear()
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensor names, file by file in the order of their headers."""
+        """All tensor names, file by file in the order of their bytes."""
         return tuple(self._infos)
 
     def __contains__(self, name: str) -> bool:
@@ -100,13 +64,22 @@ class CheckpointReader:
             raise CheckpointError(f"{self.directory}: expected a tensor {name!r}, got none of that name")
         return self._infos[name]
 
-    def map(self, name: str) -> Tensor:
-        """The tensor as a private mapping of its file: pages are read when they are touched."""
+    def map(self, name: str, *, is_random: bool = False) -> Tensor:
+        """The tensor as a private mapping of its file: pages are read when they are touched, and copied when written.
+
+        is_random  single rows will be read: the system reads nothing around them
+        """
         info = self.info(name)
-        try:
-            return self._files[info.file].get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{info.file}: {name}: expected a readable tensor, got {error}") from error
+        memory = self._mapping(info.file)
+        if is_random and hasattr(mmap, "MADV_RANDOM"):
+            first = info.offset // mmap.PAGESIZE * mmap.PAGESIZE
+            memory.madvise(mmap.MADV_RANDOM, first, info.offset + info.num_bytes - first)
+        if info.num_bytes == 0:
+            return torch.empty(info.shape, dtype=info.dtype)
+        flat = torch.frombuffer(memory, dtype=torch.uint8, count=info.num_bytes, offset=info.offset)
+        if flat.data_ptr() % info.dtype.itemsize:
+            flat = flat.clone()  # a file whose header has an odd length
+        return flat.view(info.dtype).view(info.shape)
 
     def read(self, name: str) -> Tensor:
         """The tensor in memory of its own."""
@@ -146,26 +119,23 @@ class CheckpointReader:
             )
         return files[0]
 
-    def _open(self, path: Path) -> None:
-        try:
-            file = self._open_files.enter_context(safe_open(path, framework="pt"))
-            infos = [_tensor_info(file, name, path) for name in file.keys()]  # noqa: SIM118 - not a mapping
-        except (SafetensorError, OSError, ValueError) as error:
-            raise CheckpointError(f"{path}: expected a complete safetensors file, got {_fault(path, error)}") from error
-        self._files[path] = file
-        for info in infos:
+    def _add(self, path: Path) -> None:
+        for info in read_header(path):
             if info.name in self._infos:
                 other = self._infos[info.name].file.name
                 raise CheckpointError(f"{info.name}: expected in one shard, got it in {other} and in {path.name}")
             self._infos[info.name] = info
 
-
-def _tensor_info(file: safe_open, name: str, path: Path) -> TensorInfo:
-    part = file.get_slice(name)
-    dtype = part.get_dtype()
-    if dtype not in _DTYPES:
-        raise CheckpointError(f"{path}: {name}: expected one of the types {', '.join(_DTYPES)}, got {dtype}")
-    return TensorInfo(name, tuple(part.get_shape()), _DTYPES[dtype], path)
+    def _mapping(self, path: Path) -> mmap.mmap:
+        """The whole file, mapped once; it takes no memory and no promise of memory."""
+        if path not in self._mappings:
+            flags, access = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            try:
+                with path.open("rb") as file:
+                    self._mappings[path] = mmap.mmap(file.fileno(), 0, flags=flags, prot=access)
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{path}: expected a readable file, got {error}") from error
+        return self._mappings[path]
 
 
 def _check_index(indexed: dict[str, Path], infos: dict[str, TensorInfo]) -> None:
@@ -176,24 +146,3 @@ def _check_index(indexed: dict[str, Path], infos: dict[str, TensorInfo]) -> None
             f"{INDEX_FILE}: expected its tensors in the shards it names, got {len(lost)} that are not there: "
             + ", ".join(sorted(lost)[:20])
         )
-
-
-def _fault(path: Path, error: Exception) -> str:
-    """What is wrong with a file, with both sizes when it was cut short."""
-    size = path.stat().st_size if path.exists() else 0
-    expected = _expected_bytes(path)
-    if expected is not None and size < expected:
-        return f"{size} bytes of the {expected} that its header describes; copy it again"
-    return f"{size} bytes that do not parse ({error}); copy it again"
-
-
-def _expected_bytes(path: Path) -> int | None:
-    """Size of the file by its own header; None when the header itself is unreadable."""
-    try:
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(header_bytes, 1 << 27)))
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-        return 8 + header_bytes + max(ends, default=0)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
-        return None

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from qwen35.errors import CheckpointError
 from qwen35.weights.names import Part
 from qwen35.weights.scheme import Kind
+from qwen35.weights.source import Scale
 
 _MAX_NAMES = 40
 
@@ -71,6 +74,19 @@ class LoadReport:
         read, held = self.num_bytes_read / 2**20, self.num_bytes_held / 2**20
         text = f"{self.checkpoint}: {self.num_tensors} tensors, {read:.1f} MiB read, {held:.1f} MiB held; {kinds}"
         return f"{text}; left out: {skipped}" if skipped else text
+
+
+def refuse_broken_scales(checkpoint: str, scales: Sequence[Scale]) -> None:
+    """Raises CheckpointError for a scale of a whole matrix that no quantisation writes: not finite, or below zero."""
+    for scale in scales:
+        values = scale.values.reshape(-1)
+        broken = ~(torch.isfinite(values) & (values >= 0))
+        if broken.any():
+            expert = int(broken.nonzero()[0])
+            raise CheckpointError(
+                f"{checkpoint}: {scale.modules[expert]}.{scale.suffix}: expected a finite number, 0 or more, got "
+                f"{float(values[expert])}; copy the file again"
+            )
 
 
 def _listed(what: str, names: Sequence[str], separator: str) -> str:

@@ -1,41 +1,63 @@
 """Hands out the tensors of a checkpoint, each once, as typed weights.
 
-The code that builds the records of weights runs twice over the same interface. First with a `Planner`, which answers
-with tensors on the meta device and notes every name that is missing, misshapen or asked for twice; then, when the plan
-has no fault, with a `Loader`, which reads. So a checkpoint that does not fit is refused before its first byte is read.
+The code that builds the records of weights runs twice over this interface, see `passes`: it says which tensor goes
+where, and never sees a byte.
 
-Letters: N output features, K input features, E experts.
+Letters: N output features, K input features, E experts, I expert width.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from qwen35.kernels.weight_layout import WeightLayout
 from qwen35.nvfp4 import BLOCK_WIDTH, FP8Tensor, LinearWeight, NVFP4Tensor
-from qwen35.weights.reader import CheckpointReader, TensorInfo
+from qwen35.weights.header import TensorInfo
+from qwen35.weights.reader import CheckpointReader
 from qwen35.weights.scheme import Kind
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
-Progress = Callable[[int, int], None]  # (bytes read, bytes to read)
+_BYTES, _E4M3 = (torch.uint8,), (torch.float8_e4m3fn,)
+Store = Callable[[int, Tensor], None]  # (number of the first row, rows [R, ...])
+
+
+@dataclass(frozen=True)
+class Scale:
+    """The scales of one weight, for a look at their values when they are filled: [] or [E]."""
+
+    modules: tuple[str, ...]
+    suffix: str
+    values: Tensor
 
 
 class TensorSource(ABC):
     """What the builders of weights ask for. Shapes are those that the model's configuration demands."""
 
-    def __init__(self, reader: CheckpointReader, device: torch.device, dtype: torch.dtype | None) -> None:
+    def __init__(self, reader: CheckpointReader, dtype: torch.dtype | None, layout: WeightLayout) -> None:
         self.reader = reader
-        self.device = device
         self.dtype = dtype  # of dense matrices; None: as stored
+        self.layout = layout
         self.taken: dict[str, TensorInfo] = {}
         self.kinds: dict[str, Kind] = {}  # by module
+        self.scales: list[Scale] = []
 
     @abstractmethod
-    def _take(self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Tensor:
-        """The tensor of this name, consumed; on `self.device`."""
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for weights, uninitialised."""
+
+    @abstractmethod
+    def claim(self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> torch.dtype:
+        """Consumes a tensor; its type on disk."""
+
+    @abstractmethod
+    def fill(self, name: str, rows: range, store: Store) -> None:
+        """Sends rows of a claimed tensor, seen as [rows, last dimension], to `store` when its bytes are read."""
 
     @abstractmethod
     def embedding(self, name: str, shape: tuple[int, int]) -> Tensor:
@@ -50,65 +72,120 @@ class TensorSource(ABC):
 
     def vector(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Norm or other small vector, in float32 whatever the file has."""
-        return self._take(name, shape, FLOATS).float()
-
-    def scalar(self, name: str) -> Tensor:
-        """Scale, float32 of shape []; files write it with shape [] or [1]."""
-        stored = self.reader.info(name).shape if name in self.reader else ()
-        return self._take(name, (1,) if stored == (1,) else (), FLOATS).float().reshape(())
-
-    def optional_scalar(self, name: str) -> Tensor | None:
-        return self.scalar(name) if name in self.reader else None
+        self.claim(name, shape, FLOATS)
+        return self._filled(name, self.allocate(shape, torch.float32))
 
     def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Matrix that is never quantised."""
-        tensor = self._take(name, shape, FLOATS)
-        return tensor if self.dtype is None else tensor.to(self.dtype)
+        """Tensor that is never quantised."""
+        stored = self.claim(name, shape, FLOATS)
+        return self._filled(name, self.allocate(shape, self.dtype or stored))
+
+    def optional_scalar(self, name: str) -> Tensor | None:
+        """A scale that not every checkpoint has."""
+        if name not in self.reader:
+            return None
+        target = self.allocate((), torch.float32)
+        self._scale(name.rsplit(".", 1)[0], name.rsplit(".", 1)[1], target)
+        self.scales.append(Scale((name.rsplit(".", 1)[0],), name.rsplit(".", 1)[1], target))
+        return target
 
     def linear(self, module: str, shape: tuple[int, int]) -> LinearWeight:
         """Weight [N, K] of a linear layer, of the kind that its tensors show."""
-        kind = self.kinds[module] = self._kind_on_disk(module)
-        num_rows, width = shape
-        if kind is Kind.DENSE:
-            return self.dense(f"{module}.weight", shape)
-        if kind is Kind.FP8:
-            weight = self._take(f"{module}.weight", shape, (torch.float8_e4m3fn,))
-            return FP8Tensor(
-                weight, self.scalar(f"{module}.weight_scale"), self.optional_scalar(f"{module}.input_scale")
-            )
-        if width % BLOCK_WIDTH:
-            self.mismatch(f"{module}: NVFP4 needs an input width that is a multiple of {BLOCK_WIDTH}, got {width}")
-            width -= width % BLOCK_WIDTH
-        return NVFP4Tensor(
-            self._take(f"{module}.weight", (num_rows, width // 2), (torch.uint8,)),
-            self._take(f"{module}.weight_scale", (num_rows, width // BLOCK_WIDTH), (torch.float8_e4m3fn,)),
-            self.scalar(f"{module}.weight_scale_2"),
-            self.optional_scalar(f"{module}.input_scale"),
-        )
+        return self._weight([module], shape, is_stack=False)
 
     def expert_stack(self, modules: Sequence[str], shape: tuple[int, int]) -> LinearWeight:
         """One stack [E, N, K] from one linear layer for each expert; scales become [E]. All must be of one kind."""
-        stack: list[Tensor | None] = []
-        for expert, module in enumerate(modules):
-            parts = _parts(self.linear(module, shape))
-            if self.kinds[module] is not self.kinds[modules[0]]:
-                first = self.kinds[modules[0]].value
-                self.mismatch(f"{module}: expected {first} as in {modules[0]}, got {self.kinds[module].value}")
-                continue
-            stack = stack or [_stack_of(part, len(modules)) for part in parts]
-            if [part is None for part in parts] != [target is None for target in stack]:
-                # FP8 alone has a scale that is optional: some with it would leave rows unset, or drop what is on disk.
-                self.mismatch(f"{module}: expected input_scale on all experts or on none, unlike {modules[0]}")
-                continue
-            for target, part in zip(stack, parts, strict=True):
-                if target is not None and part is not None:
-                    target[expert].copy_(part)
-        return _join(self.kinds[modules[0]], stack)
+        return self._weight(modules, shape, is_stack=True)
 
-    def fused_stack(self, name: str, shape: tuple[int, int, int]) -> Tensor:
-        """Dense experts stored as one tensor [E, N, K], without a `.weight` of its own."""
+    def fused_stack(self, name: str, shape: tuple[int, int, int], num_parts: int = 1) -> tuple[LinearWeight, ...]:
+        """Dense experts stored as one tensor [E, num_parts * N, K], without a `.weight` of its own, as `num_parts`
+        stacks [E, N, K]; `shape` is that of one."""
         self.kinds[name] = Kind.DENSE
-        return self.dense(name, shape)
+        num_experts, num_rows, width = shape
+        stored = self.claim(name, (num_experts, num_parts * num_rows, width), FLOATS)
+        weight = torch.empty(shape, dtype=self.dtype or stored, device="meta")
+        targets = tuple(self.layout.target(weight, self.allocate) for _ in range(num_parts))
+        for index in range(num_experts * num_parts):
+            expert, part = divmod(index, num_parts)
+            store = partial(_store_rows, self.layout, targets[part], "weight", expert)
+            self.fill(name, range(index * num_rows, (index + 1) * num_rows), store)
+        return targets
+
+    def _weight(self, modules: Sequence[str], shape: tuple[int, int], *, is_stack: bool) -> LinearWeight:
+        kind = self._kind_on_disk(modules[0])
+        if kind in (Kind.NVFP4, Kind.W4A16_NVFP4) and shape[1] % BLOCK_WIDTH:
+            width = shape[1]
+            self.mismatch(f"{modules[0]}: NVFP4 needs an input width that is a multiple of {BLOCK_WIDTH}, got {width}")
+            shape = (shape[0], width - width % BLOCK_WIDTH)
+        lead = (len(modules),) if is_stack else ()
+        target, scales = self._target(modules[0], kind, lead, shape)
+        for expert, module in enumerate(modules):
+            self._fill_weight(module, kind, modules[0], shape, target, expert if is_stack else None, scales)
+        self.scales += [Scale(tuple(modules), suffix, values) for suffix, values in scales.items()]
+        return target
+
+    def _target(
+        self, module: str, kind: Kind, lead: tuple[int, ...], shape: tuple[int, int]
+    ) -> tuple[LinearWeight, dict[str, Tensor]]:
+        """Memory of a weight of one kind, and its scales [] or [E] by their suffix on disk."""
+        suffixes = [suffix for suffix in _SCALES[kind] if suffix != "input_scale" or f"{module}.{suffix}" in self]
+        scales = {suffix: self.allocate(lead, torch.float32) for suffix in suffixes}
+        if kind is Kind.DENSE:
+            stored = self.reader.info(f"{module}.weight").dtype if f"{module}.weight" in self else FLOATS[0]
+            dtype = self.dtype or (stored if stored in FLOATS else FLOATS[0])
+            weight: LinearWeight = torch.empty((*lead, *shape), dtype=dtype, device="meta")
+        else:
+            matrices = [
+                torch.empty((*lead, *part_shape), dtype=dtypes[0], device="meta")
+                for _, _, part_shape, dtypes in _matrices(kind, shape)
+            ]
+            record = FP8Tensor if kind is Kind.FP8 else NVFP4Tensor
+            own = "weight_scale" if kind is Kind.FP8 else "weight_scale_2"
+            weight = record(*matrices, scales[own], scales.get("input_scale"))
+        return self.layout.target(weight, self.allocate), scales
+
+    def _fill_weight(
+        self,
+        module: str,
+        kind: Kind,
+        first: str,
+        shape: tuple[int, int],
+        target: LinearWeight,
+        expert: int | None,
+        scales: dict[str, Tensor],
+    ) -> None:
+        """One matrix, and its places in the scales of the stack that `first` began."""
+        found = self.kinds[module] = self._kind_on_disk(module)
+        is_same = found is kind
+        if not is_same:
+            self.mismatch(f"{module}: expected {kind.value} as in {first}, got {found.value}")
+        for suffix, part, part_shape, dtypes in _matrices(found, shape):
+            self.claim(f"{module}.{suffix}", part_shape, dtypes)
+            if is_same:
+                store = partial(_store_rows, self.layout, target, part, expert)
+                self.fill(f"{module}.{suffix}", range(part_shape[0]), store)
+        present = [suffix for suffix in _SCALES[found] if suffix != "input_scale" or f"{module}.{suffix}" in self]
+        if is_same and present != list(scales):
+            # FP8 alone has a scale that is optional: some with it would leave rows unset, or drop what is on disk.
+            self.mismatch(f"{module}: expected input_scale on all experts or on none, unlike {first}")
+            is_same = False
+        for suffix in present:
+            values = scales[suffix] if is_same else None
+            self._scale(module, suffix, values if values is None or expert is None else values[expert])
+
+    def _scale(self, module: str, suffix: str, target: Tensor | None) -> None:
+        """Scale, float32 of shape []; files write it with shape [] or [1]. Without a target it is only consumed."""
+        name = f"{module}.{suffix}"
+        stored = self.reader.info(name).shape if name in self.reader else ()
+        self.claim(name, (1,) if stored == (1,) else (), FLOATS)
+        if target is not None:
+            self._filled(name, target)
+
+    def _filled(self, name: str, target: Tensor) -> Tensor:
+        """`target` takes the whole tensor, whatever its type is on disk."""
+        flat = target.view(-1, target.shape[-1]) if target.ndim else target.view(1, 1)
+        self.fill(name, range(len(flat)), partial(_copy_rows, flat))
+        return target
 
     def _kind_on_disk(self, module: str) -> Kind:
         name = f"{module}.weight"
@@ -118,95 +195,34 @@ class TensorSource(ABC):
         return Kind.FP8 if dtype is torch.float8_e4m3fn else Kind.DENSE
 
 
-class Planner(TensorSource):
-    """Answers on the meta device and collects faults."""
-
-    def __init__(self, reader: CheckpointReader, dtype: torch.dtype | None) -> None:
-        super().__init__(reader, torch.device("meta"), dtype)
-        self.missing: list[str] = []
-        self.mismatched: list[str] = []
-        self.num_bytes_mapped = 0  # of the embedding
-
-    def _take(self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Tensor:
-        placeholder = torch.empty(shape, dtype=dtypes[0], device=self.device)
-        if name not in self.reader:
-            self.missing.append(name)
-            return placeholder
-        info = self.reader.info(name)
-        if name in self.taken:
-            self.mismatch(f"{name}: expected to be consumed once, got a second use")
-        elif info.shape != shape or info.dtype not in dtypes:
-            expected = f"{'/'.join(_short(dtype) for dtype in dtypes)} {list(shape)}"
-            self.mismatch(f"{name}: expected {expected}, got {_short(info.dtype)} {list(info.shape)}")
-        self.taken[name] = info
-        return placeholder.to(info.dtype) if info.dtype in dtypes else placeholder
-
-    def embedding(self, name: str, shape: tuple[int, int]) -> Tensor:
-        tensor = self._take(name, shape, FLOATS)
-        self.num_bytes_mapped += tensor.numel() * tensor.element_size()
-        return tensor
-
-    def mismatch(self, fault: str) -> None:
-        self.mismatched.append(fault)
-
-    @property
-    def num_bytes_to_read(self) -> int:
-        return sum(info.num_bytes for info in self.taken.values())
+_SCALES = {  # of whole matrices, by their suffixes on disk
+    Kind.DENSE: (),
+    Kind.FP8: ("weight_scale", "input_scale"),
+    Kind.W4A16_NVFP4: ("weight_scale_2",),
+    Kind.NVFP4: ("weight_scale_2", "input_scale"),
+}
 
 
-class Loader(TensorSource):
-    """Reads what a faultless plan asked for."""
-
-    def __init__(self, plan: Planner, device: torch.device, progress: Progress | None = None) -> None:
-        super().__init__(plan.reader, device, plan.dtype)
-        self._planned = plan.taken
-        self._progress = progress
-        self._num_bytes_to_read = plan.num_bytes_to_read
-        self._num_bytes_read = 0
-
-    def _take(self, name: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype]) -> Tensor:
-        self._consume(name)
-        if self.device.type == "cpu":
-            return self.reader.read(name)
-        return self.reader.map(name).to(self.device)
-
-    def embedding(self, name: str, shape: tuple[int, int]) -> Tensor:
-        self._consume(name)
-        return self.reader.map(name).to(self.device)  # the mapping itself on a CPU
-
-    def mismatch(self, fault: str) -> None:
-        raise AssertionError(f"fault not seen by the plan: {fault}")
-
-    @property
-    def unfilled(self) -> list[str]:
-        """Names that the plan counted on and nobody took."""
-        return [name for name in self._planned if name not in self.taken]
-
-    def _consume(self, name: str) -> None:
-        assert name in self._planned and name not in self.taken, name
-        self.taken[name] = self._planned[name]
-        self._num_bytes_read += self.taken[name].num_bytes
-        if self._progress is not None:
-            self._progress(self._num_bytes_read, self._num_bytes_to_read)
-
-
-def _parts(weight: LinearWeight) -> tuple[Tensor | None, ...]:
-    if isinstance(weight, NVFP4Tensor):
-        return weight.codes, weight.scales, weight.global_scale, weight.input_scale
-    if isinstance(weight, FP8Tensor):
-        return weight.weight, weight.weight_scale, weight.input_scale
-    return (weight,)
-
-
-def _stack_of(part: Tensor | None, num_experts: int) -> Tensor | None:
-    return None if part is None else torch.empty((num_experts, *part.shape), dtype=part.dtype, device=part.device)
-
-
-def _join(kind: Kind, parts: Sequence[Tensor | None]) -> LinearWeight:
+def _matrices(
+    kind: Kind, shape: tuple[int, int]
+) -> tuple[tuple[str, str, tuple[int, int], tuple[torch.dtype, ...]], ...]:
+    """Suffix on disk, part of the weight, shape and types of what is stored for each output feature."""
+    num_rows, width = shape
     if kind is Kind.DENSE:
-        return parts[0]
-    return FP8Tensor(*parts) if kind is Kind.FP8 else NVFP4Tensor(*parts)
+        return (("weight", "weight", shape, FLOATS),)
+    if kind is Kind.FP8:
+        return (("weight", "weight", shape, _E4M3),)
+    return (
+        ("weight", "codes", (num_rows, width // 2), _BYTES),
+        ("weight_scale", "scales", (num_rows, width // BLOCK_WIDTH), _E4M3),
+    )
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _copy_rows(target: Tensor, first_row: int, rows: Tensor) -> None:
+    target[first_row : first_row + len(rows)].copy_(rows)
+
+
+def _store_rows(
+    layout: WeightLayout, target: LinearWeight, part: str, expert: int | None, first_row: int, rows: Tensor
+) -> None:
+    layout.store(target, part, expert, first_row, rows)
