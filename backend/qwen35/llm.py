@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -25,6 +25,8 @@ from qwen35.devices import select_device, select_dtype
 from qwen35.engine.engine import Engine
 from qwen35.engine.loading import load_engine
 from qwen35.engine.request import Emission, Request, SamplingParams, TokenLogprob
+from qwen35.engine.session import Session
+from qwen35.engine.session_file import load_session, save_session
 from qwen35.errors import InvalidArgument
 from qwen35.kernels.select import select_ops
 from qwen35.nn.vision import VisionTower
@@ -32,6 +34,7 @@ from qwen35.prompt.encoder import ImageEncoder
 from qwen35.prompt.processor import PromptProcessor, resolve_local
 from qwen35.prompt.types import Prompt, PromptLimits
 from qwen35.settings import Settings
+from qwen35.state.fingerprint import fingerprint
 from qwen35.state.geometry import Geometry
 from qwen35.state.local import LocalState
 from qwen35.weights.loader import load_vision
@@ -112,6 +115,60 @@ class LLM:
                 raise
         return [_completion(news) for news in emissions.values()]
 
+    def pause(self, prompt: PromptInput, sampling: SamplingParams, num_tokens: int) -> Session:
+        """Generates ``num_tokens`` tokens, or a few more (accepted drafts), and stops there: what is left to do, as a
+        record. Fewer when the text ends before."""
+        with self._lock:
+            uid, self._num_requests = self._num_requests, self._num_requests + 1
+            request = self._request(uid, self._prompt(prompt, None, None), sampling)
+            self.engine.submit(replace(request, wants_session=True))
+            try:
+                return self._session_after(uid, num_tokens)
+            finally:
+                self._stop([uid])
+
+    def _session_after(self, uid: int, num_tokens: int) -> Session:
+        while True:
+            for emission in self.engine.step():
+                if emission.error is not None:
+                    raise emission.error
+                if emission.session is not None:
+                    return emission.session
+                num_tokens -= len(emission.token_ids)
+            if num_tokens <= 0:
+                return self.engine.save(uid)
+
+    def resume(self, session: Session, max_new_tokens: int | None = None) -> Completion:
+        """Goes on behind a session, to the bits that would have followed. ``max_new_tokens``: None: as many in all as
+        the session's request asked for. The completion tells of the new tokens; counts are those of the whole text.
+
+        Raises InvalidArgument for a text that has ended, StateError for a session that does not fit this model."""
+        with self._lock:
+            uid, self._num_requests = self._num_requests, self._num_requests + 1
+            request = session.request_on(
+                uid=uid, deadline=math.inf, arrival=time.monotonic(), max_new_tokens=max_new_tokens
+            )
+            self.engine.resume(session, request)
+            emissions: dict[tuple[int, int], list[Emission]] = {(uid, request.sample_index): []}
+            try:
+                self._run(deque(), emissions, None, None, num_live=1)
+            except BaseException:
+                self._stop([uid])
+                raise
+        return _completion(emissions[uid, request.sample_index])
+
+    def save(self, session: Session, path: str | Path) -> None:
+        """Writes a session to a file, whole or not at all."""
+        save_session(session, Path(path), self._fingerprint)
+
+    def load(self, path: str | Path) -> Session:
+        """Raises StateError for a file that is damaged, or comes from another checkpoint or program."""
+        return load_session(Path(path), self._fingerprint)
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        return fingerprint(Path(self.settings.checkpoint))
+
     def close(self) -> None:
         """Gives the cache back; StateError when a block is still in use."""
         self._state.close()
@@ -122,10 +179,10 @@ class LLM:
         emissions: dict[tuple[int, int], list[Emission]],
         tools: Sequence[Mapping[str, Any]] | None,
         template_kwargs: Mapping[str, Any] | None,
+        num_live: int = 0,
     ) -> None:
         """Prompts are prepared shortly before their turn: images of thousands of them need not be in memory at once."""
         max_live = min(2 * self.settings.num_slots, self.settings.max_queued_requests)
-        num_live = 0
         while waiting or num_live:
             while waiting and num_live < max_live:
                 uid, (prompt, sampling) = waiting.popleft()

@@ -11,6 +11,7 @@ from qwen35.engine.snapshot import Snapshot, num_snapshot_bytes
 from tests.drafters import ScriptedLengths
 from tests.engine import differential
 from tests.engine.fakes import Rig, request
+from tests.tiny_checkpoint import TOKEN_ID
 
 MAX_TOKENS = 10
 
@@ -18,7 +19,9 @@ MAX_TOKENS = 10
 def asked(index: int, **sampling) -> Request:
     """Requests of the catalogue with as many tokens to come as a step by step comparison needs."""
     made = differential.catalogue()[index]
-    options = dataclasses.replace(made.sampling, max_tokens=MAX_TOKENS, ignore_eos=True, **sampling)
+    placeholders = (differential.IMAGE, TOKEN_ID["<|video_pad|>"])
+    bias = (*made.sampling.logit_bias, *((t, -100.0) for t in placeholders))  # what it says can be a prompt
+    options = dataclasses.replace(made.sampling, max_tokens=MAX_TOKENS, ignore_eos=True, logit_bias=bias, **sampling)
     return dataclasses.replace(made, uid=0, sampling=options)
 
 

@@ -92,9 +92,13 @@ class Drafter:
         for piece in pieces:
             sequence, start = piece.sequence, offset
             offset += piece.num_inputs
-            if not sequence.uses_draft or sequence.is_finished or sequence.is_draft_lost:
+            if not sequence.uses_draft or sequence.is_draft_lost:
                 continue
             own = hidden[start : start + sequence.num_computed_tokens - piece.start]
+            if sequence.is_finished:
+                if sequence.request.wants_session:
+                    self._keep(sequence, own)
+                continue
             if sequence.draft_length == 0 and piece.start >= sequence.num_prompt_tokens:
                 self._keep(sequence, own)
                 continue

@@ -26,6 +26,7 @@ from qwen35.engine.metrics import EngineMetrics
 from qwen35.engine.request import Emission, Request
 from qwen35.engine.scheduler import Scheduler
 from qwen35.engine.sequence import Decision, Sequence
+from qwen35.engine.session import Session
 from qwen35.engine.swap import Swap
 from qwen35.engine.target import TargetRunner
 from qwen35.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArgument, Qwen35Error, Unavailable
@@ -70,6 +71,7 @@ class Engine:
             num_total_blocks=pool.num_total_blocks,
             num_draft_tokens=num_draft_tokens,
         )
+        self._cache = cache
         self._swap = Swap(cache, settings.swap_bytes)
         self._scheduler = Scheduler(
             pool, self._swap, block_tokens=settings.block_tokens, max_batch_tokens=settings.max_batch_tokens
@@ -95,10 +97,48 @@ class Engine:
         self._refusal: Qwen35Error | None = None
         self._live: dict[int, list[Sequence]] = {}  # by uid, the samples that go on; written under _changed
 
-    def submit(self, request: Request) -> None:
-        """Any thread. Raises InvalidArgument, Unavailable (queue full, engine shut down), and then emits nothing."""
-        num_samples = request.sampling.n
-        samples = [self._admission.sequence(replace(request, sample_index=i)) for i in range(num_samples)]
+    def submit(self, request: Request, session: Session | None = None) -> None:
+        """Any thread. ``session``: what the prompt begins with need not be computed, it is restored from there. Raises
+        InvalidArgument, Unavailable (queue full, engine shut down), StateError, and then emits nothing."""
+        samples = [self._admission.sequence(replace(request, sample_index=i)) for i in range(request.sampling.n)]
+        if session is not None:
+            self._begin_with(session, samples)
+        self._enqueue(request, samples)
+
+    def resume(self, session: Session, request: Request) -> None:
+        """Any thread. Goes on behind all that the session has decided; ``request``: from ``session.request_on``. Raises
+        as ``submit``."""
+        sequence = self._admission.sequence(request)
+        session.check_open(sequence)
+        if session.snapshot is not None:
+            session.snapshot.check(self._cache)
+        sequence.replay(session.progress)
+        sequence.brought = session.snapshot
+        self._enqueue(request, [sequence])
+
+    def save(self, uid: int) -> Session:
+        """By the stepping thread, between two steps: a live request as it is; it goes on. Raises InvalidArgument when
+        there is none, or one of several samples."""
+        with self._changed:
+            samples = list(self._live.get(uid, ()))
+        if len(samples) != 1 or samples[0].request.sampling.n != 1:
+            raise InvalidArgument.field("uid", "a live request of one sample", uid)
+        return self._session(samples[0])
+
+    def _session(self, sequence: Sequence) -> Session:
+        return Session(sequence.request, sequence.progress, self._swap.snapshot(sequence))
+
+    def _begin_with(self, session: Session, samples: list[Sequence]) -> None:
+        sequence = samples[0]
+        if len(samples) > 1 or sequence.request.sampling.prompt_logprobs is not None:
+            raise InvalidArgument("restore_session: expected neither n above 1 nor prompt_logprobs with it")
+        session.check_prefix_of(sequence)
+        if session.snapshot is not None:
+            session.snapshot.check(self._cache)
+            sequence.brought = replace(session.snapshot, drafts=())
+
+    def _enqueue(self, request: Request, samples: list[Sequence]) -> None:
+        num_samples = len(samples)
         with self._changed:
             if self._refusal is not None:
                 raise self._refusal
@@ -223,6 +263,8 @@ class Engine:
         for sequence in sequences:
             emission = sequence.take_emission()
             if emission is not None:
+                if sequence.request.wants_session and emission.finish_reason is not None:
+                    emission = replace(emission, session=self._session(sequence))
                 emissions.append(emission)
             if sequence.is_finished:
                 self._forget(sequence)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from qwen35.errors import InvalidArgument, Qwen35Error
+
+if TYPE_CHECKING:
+    from qwen35.engine.session import Session
 
 # Of all stop strings, or of all bad words, of a request: each token that is generated is compared with them.
 MAX_WORDS_CHARACTERS = 16384
@@ -51,6 +55,15 @@ class SamplingParams:
     logprobs: int | None = None  # number of top alternatives; None: no logprobs, and cumulative_logprob stays 0
     prompt_logprobs: int | None = None  # the same for the tokens of the prompt
     num_draft_tokens: int | None = None  # None: the engine's; at most the engine's
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> SamplingParams:
+        """Inverse of ``dataclasses.asdict``, also after a way through JSON."""
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+        fields["logit_bias"] = tuple((token_id, bias) for token_id, bias in fields["logit_bias"])
+        if fields["structured_outputs"] is not None:
+            fields["structured_outputs"] = StructuredOutputs(**fields["structured_outputs"])
+        return cls(**fields)
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -119,6 +132,7 @@ class Request:
     priority: int = 0  # larger runs first
     arrival: float = 0.0  # time.monotonic() seconds
     sample_index: int = 0  # which of sampling.n; the engine makes them
+    wants_session: bool = False  # the last emission brings it, unless there is an error
 
 
 @dataclass(frozen=True)
@@ -164,6 +178,7 @@ class Emission:
     sample_index: int = 0
     # Of the prompt's second token on, with the first tokens of sample 0 when sampling.prompt_logprobs is set.
     prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()
+    session: Session | None = None  # at the end, when the request wants it
 
     @property
     def is_final(self) -> bool:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from qwen35.engine.request import Emission, Request, TokenLogprob, Usage
 from qwen35.engine.sampler import Row
 from qwen35.errors import Qwen35Error
 
+if TYPE_CHECKING:
+    from qwen35.engine.snapshot import Snapshot
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -32,6 +36,18 @@ class Decision:
     token_ids: tuple[int, ...] = ()  # accepted drafts, then the bonus token
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # one entry for each token, when asked for
     error: Qwen35Error | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a sequence has decided and told of so far."""
+
+    token_ids: tuple[int, ...] = ()  # generated
+    finish_reason: str | None = None
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
+    cumulative_logprob: float = 0.0
+    prompt_logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # told with the first token
 
 
 class Sequence:
@@ -67,6 +83,7 @@ class Sequence:
         self.block_ids: tuple[int, ...] = ()
         self.num_held_tokens = 0  # that the blocks have room for
         self.slot: int | None = None  # None: waiting
+        self.brought: Snapshot | None = None  # of a session, until it is restored
         self.order: int | None = None  # of coming to the scheduler; breaks ties of rank
         self.last_step = -1  # of the scheduler, in which this sequence was run
         self.finish_reason: str | None = None
@@ -135,6 +152,32 @@ class Sequence:
     @property
     def has_room(self) -> bool:
         return self.num_held_tokens >= self.num_needed_tokens
+
+    @property
+    def progress(self) -> Progress:
+        """Between two steps: everything decided has been emitted."""
+        return Progress(
+            tuple(self.token_ids[self.num_prompt_tokens :]),
+            self.finish_reason,
+            self._num_draft_tokens,
+            self._num_accepted_draft_tokens,
+            self._cumulative_logprob,
+            tuple(self.prompt_logprobs),
+        )
+
+    def replay(self, progress: Progress) -> None:
+        """For a new sequence: all that was decided and told of before, so that emissions go on behind it. Where that
+        was the end of a text, the text is out whole: no stop string begins in it any more."""
+        times = dict(self.times)
+        for token_id in progress.token_ids:
+            self._append(token_id, ())
+        self._text.take(is_final=progress.finish_reason is not None)
+        self.times = times
+        self.prompt_logprobs = list(progress.prompt_logprobs)
+        self._num_emitted_tokens = len(progress.token_ids)
+        self._cumulative_logprob = progress.cumulative_logprob
+        self._num_draft_tokens = progress.num_draft_tokens
+        self._num_accepted_draft_tokens = progress.num_accepted_draft_tokens
 
     def rewind(self) -> None:
         """Nothing of it is computed any more (its memory is gone); what was decided stays."""

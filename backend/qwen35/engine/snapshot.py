@@ -15,9 +15,13 @@ import torch
 from torch import Tensor
 
 from qwen35.engine.sequence import Sequence
+from qwen35.errors import StateError
 from qwen35.views import CacheView
 
 _Index: TypeAlias = tuple[Tensor | int | slice, ...]
+_KV = ("keys", "values")
+_STATE = ("recurrent", "conv")
+_PENDING = ("pending_inputs", "pending_decay", "pending_beta")
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,36 @@ class Snapshot:
 
     def restore(self, cache: CacheView, sequence: Sequence) -> None:
         """Writes into the blocks and the slot that the sequence holds now, and sets its counters. The caches have the
-        layers, shapes and types of those that it was taken from."""
+        layers, shapes and types of those that it was taken from (``check``). One that was taken where nobody drafted
+        leaves holes in the draft's cache: then the sequence drafts no more."""
         sequence.num_computed_tokens, sequence.num_pending = self.num_computed_tokens, self.num_pending
-        sequence.num_drafted_tokens, sequence.is_draft_lost = self.num_drafted_tokens, self.is_draft_lost
-        sequence.drafts = self.drafts
+        sequence.num_drafted_tokens, sequence.drafts = self.num_drafted_tokens, self.drafts[: sequence.max_draft_tokens]
         device = cache.attention[0].keys.device
         sequence.undrafted = [self.tensors["undrafted"].to(device)] if "undrafted" in self.tensors else []
+        num_known = self.num_drafted_tokens + sequence.num_undrafted_tokens
+        sequence.is_draft_lost = self.is_draft_lost or num_known < self.num_computed_tokens
         for name, cached, index in itertools.chain(_rows(cache, sequence), _slot_parts(cache, sequence)):
-            cached[index] = self.tensors[name].to(device)
+            if name in self.tensors:
+                cached[index] = self.tensors[name].to(device)
+
+    def check(self, cache: CacheView) -> None:
+        """For a snapshot from elsewhere. Raises StateError where the caches have other layers, shapes or types."""
+        cached = {f"attention{i}.{part}": getattr(view, part) for i, view in enumerate(cache.attention) for part in _KV}
+        for i, view in enumerate(cache.gated_delta):
+            cached |= {f"gated_delta{i}.{part}": getattr(view, part) for part in (*_STATE, *_PENDING)}
+        if cache.draft is not None and self.num_drafted_tokens:
+            cached |= {f"draft.{part}": getattr(cache.draft, part) for part in _KV}
+        expected = {name: _kind(name, tensor, is_cache=True) for name, tensor in cached.items()}
+        got = {name: _kind(name, tensor, is_cache=False) for name, tensor in self.tensors.items()}
+        for name in sorted(expected.keys() | {name for name in got if name.startswith(("attention", "gated_delta"))}):
+            if expected.get(name) != got.get(name):
+                raise StateError(f"session: {name}: expected {expected.get(name)}, got {got.get(name)}")
+        for view in cache.gated_delta[:1]:
+            if self.num_pending > view.pending_inputs.shape[1]:
+                raise StateError(
+                    f"session: num_draft_tokens: expected at least {self.num_pending - 1} (inputs of the last verify "
+                    f"are still open), got {view.pending_inputs.shape[1] - 1}"
+                )
 
     @property
     def num_bytes(self) -> int:
@@ -85,17 +111,21 @@ def _rows(cache: CacheView, sequence: Sequence) -> Iterator[tuple[str, Tensor, _
         position = torch.arange(num_rows, device=block_ids.device)
         block_tokens = view.keys.shape[1]
         index = (block_ids[position // block_tokens], position % block_tokens)
-        yield f"{layer}.keys", view.keys, index
-        yield f"{layer}.values", view.values, index
+        for part in _KV:
+            yield f"{layer}.{part}", getattr(view, part), index
 
 
 def _slot_parts(cache: CacheView, sequence: Sequence) -> Iterator[tuple[str, Tensor, _Index]]:
     """The same of what lies in the slot."""
     assert sequence.slot is not None, "a sequence without a slot has nothing in the caches"
-    pending = (sequence.slot, slice(sequence.num_pending))
     for i, view in enumerate(cache.gated_delta):
-        yield f"gated_delta{i}.recurrent", view.recurrent, (sequence.slot,)
-        yield f"gated_delta{i}.conv", view.conv, (sequence.slot,)
-        yield f"gated_delta{i}.pending_inputs", view.pending_inputs, pending
-        yield f"gated_delta{i}.pending_decay", view.pending_decay, pending
-        yield f"gated_delta{i}.pending_beta", view.pending_beta, pending
+        for part in _STATE:
+            yield f"gated_delta{i}.{part}", getattr(view, part), (sequence.slot,)
+        for part in _PENDING:
+            yield f"gated_delta{i}.{part}", getattr(view, part), (sequence.slot, slice(sequence.num_pending))
+
+
+def _kind(name: str, tensor: Tensor, *, is_cache: bool) -> str:
+    """Type and shape of what belongs to one token, one slot or one pending input."""
+    num_common = int(is_cache) + (not name.endswith(_STATE))
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[num_common:])}"

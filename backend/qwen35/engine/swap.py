@@ -35,8 +35,16 @@ class Swap:
         """Into the memory that the sequence has got; without a copy it stays as it is, at its first token."""
         snapshot = self.drop(sequence)
         if snapshot is not None:
+            self.num_restored_tokens += snapshot.num_computed_tokens
+        snapshot, sequence.brought = snapshot or sequence.brought, None
+        if snapshot is not None:
             snapshot.restore(self._cache, sequence)
-            self.num_restored_tokens += sequence.num_computed_tokens
+
+    def snapshot(self, sequence: Sequence) -> Snapshot | None:
+        """What the sequence has computed, in the caches or in a copy; None: nothing."""
+        if sequence.slot is None:
+            return self._snapshots.get(sequence) or sequence.brought
+        return Snapshot.take(self._cache, sequence) if sequence.num_computed_tokens else None
 
     def drop(self, sequence: Sequence) -> Snapshot | None:
         """Forgets the copy; returns it."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from qwen35.engine.request import SamplingParams, StructuredOutputs
+from qwen35.engine.request import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,8 @@ class ResolvedRequest:
     def from_json(cls, text: str) -> ResolvedRequest:
         """Inverse of ``to_json``. It reads what the first step wrote: a wrong key is a KeyError or TypeError."""
         record = json.loads(text)
-        sampling = {k: tuple(v) if isinstance(v, list) else v for k, v in record.pop("sampling").items()}
-        sampling["logit_bias"] = tuple((token, bias) for token, bias in sampling["logit_bias"])
-        if sampling["structured_outputs"] is not None:
-            sampling["structured_outputs"] = StructuredOutputs(**sampling["structured_outputs"])
         return cls(
-            sampling=SamplingParams(**sampling),
+            sampling=SamplingParams.from_record(record.pop("sampling")),
             returns=Returns(**record.pop("returns")),
             images=tuple(ImageSpan(**image) for image in record.pop("images")),
             **record,
