@@ -10,7 +10,7 @@ from PIL import Image
 
 from build import native
 from qwen35 import LLM, SamplingParams
-from qwen35.errors import CheckpointError, InvalidArgument
+from qwen35.errors import CheckpointError, InvalidArgument, StateError
 from tests.drafters import OracleDrafter
 from tests.tiny_checkpoint import make_tiny_checkpoint
 from tests.tiny_quantised import make_tiny_quantised_checkpoint
@@ -202,3 +202,24 @@ def test_logprobs_of_prompts_with_pictures_do_not_depend_on_chunks_or_drafts(che
     drafted = LLM(checkpoint, num_draft_tokens=3, max_batch_tokens=7, **SMALL).generate(PROMPTS, sampling)
     assert [c.prompt_logprobs for c in drafted] == [c.prompt_logprobs for c in plain]
     assert [len(c.prompt_logprobs) for c in plain] == [c.num_input_tokens - 1 for c in plain]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, replace(SAMPLED, frequency_penalty=0.5)], ids=["greedy", "sampled"])
+def test_a_session_goes_on_in_another_instance(checkpoint, tmp_path, sampling):
+    saving, other = (LLM(checkpoint, num_draft_tokens=2, **SMALL) for _ in range(2))
+    for number, prompt in enumerate(PROMPTS):
+        [whole] = saving.generate([prompt], sampling)
+        saving.save(saving.pause(prompt, sampling, num_tokens=1 + 3 * number), tmp_path / "session")
+        session = other.load(tmp_path / "session")
+        rest = other.resume(session)
+        told = session.progress.token_ids
+        assert len(told) > 3 * number and told + rest.token_ids == whole.token_ids
+        assert whole.text.endswith(rest.text) and rest.logprobs == whole.logprobs[len(told) :]
+        assert (rest.cumulative_logprob, rest.num_draft_tokens) == (whole.cumulative_logprob, whole.num_draft_tokens)
+        longer = other.resume(saving.pause(prompt, sampling, num_tokens=99), max_new_tokens=4)
+        [fourteen_and_four] = saving.generate([prompt], replace(sampling, max_tokens=18))
+        assert longer.token_ids == fourteen_and_four.token_ids[14:]
+    with pytest.raises(StateError, match="fingerprint: expected "):
+        LLM(make_tiny_checkpoint(tmp_path / "other"), num_draft_tokens=2, **SMALL).load(tmp_path / "session")
+    saving.close()
+    other.close()
