@@ -23,6 +23,7 @@ class Settings:
     activations: str = "dense"  # inputs of NVFP4 linears: dense (W4A16), nvfp4 (W4A4 with the static input scale)
     num_draft_tokens: int = 3  # 0: no draft is loaded
     draft_length: str = "fixed"  # fixed: num_draft_tokens; adaptive: up to it, what pays as measured, 0 included
+    draft_experts: str = "stored"  # stored: as in the checkpoint; nvfp4: dense ones are rounded at load
     max_undrafted_tokens: int = 256  # of a sequence whose drafting pauses: hidden states kept for it to catch up
     kv_cache_dtype: str = "auto"  # auto: fp8 when the checkpoint announces it, else dtype's
     block_tokens: int = 16
@@ -91,6 +92,7 @@ _CHOICES = {
     "dtype": ("auto", "bfloat16", "float32", "float64"),
     "kernels": ("auto", "cpu", "reference"),
     "draft_length": ("fixed", "adaptive"),
+    "draft_experts": ("stored", "nvfp4"),
     "activations": ("dense", "nvfp4"),
     "kv_cache_dtype": ("auto", "bfloat16", "fp8", "float32", "float64"),
 }

@@ -25,6 +25,7 @@ def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache:
         with_draft=settings.num_draft_tokens > 0,
         device=device,
         dtype=select_dtype(settings.dtype),
+        rounds_draft_experts=settings.draft_experts == "nvfp4",
     )
     ops = select_ops(settings, device)
     draft = None if draft_weights is None else DraftModel(config.text, draft_weights, ops)

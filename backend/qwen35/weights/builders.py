@@ -41,15 +41,17 @@ def language_weights(source: TensorSource, layout: Layout, config: TextConfig) -
     return LanguageWeights(embed_tokens, layers, norm, lm_head)
 
 
-def draft_weights(source: TensorSource, layout: Layout, config: TextConfig) -> DraftWeights:
-    """The MTP head: always one layer of full attention."""
+def draft_weights(
+    source: TensorSource, layout: Layout, config: TextConfig, *, rounds_experts: bool = False
+) -> DraftWeights:
+    """The MTP head: always one layer of full attention. `rounds_experts`: its dense experts become NVFP4."""
     root, hidden = layout.draft_root, config.hidden_size
     return DraftWeights(
         fc=source.linear(f"{root}fc", (hidden, 2 * hidden)),
         pre_fc_norm_embedding=source.vector(f"{root}pre_fc_norm_embedding.weight", (hidden,)),
         pre_fc_norm_hidden=source.vector(f"{root}pre_fc_norm_hidden.weight", (hidden,)),
         norm=source.vector(f"{root}norm.weight", (hidden,)),
-        layer=_layer(source, f"{root}layers.0.", config, FULL_ATTENTION),
+        layer=_layer(source, f"{root}layers.0.", config, FULL_ATTENTION, rounds_experts),
     )
 
 
@@ -71,14 +73,16 @@ def vision_weights(source: TensorSource, layout: Layout, config: VisionConfig) -
     )
 
 
-def _layer(source: TensorSource, root: str, config: TextConfig, kind: str) -> LayerWeights:
+def _layer(
+    source: TensorSource, root: str, config: TextConfig, kind: str, rounds_experts: bool = False
+) -> LayerWeights:
     build_mixer = _attention if kind == FULL_ATTENTION else _gated_delta
     mixer_root = f"{root}self_attn." if kind == FULL_ATTENTION else f"{root}linear_attn."
     return LayerWeights(
         input_layernorm=source.vector(f"{root}input_layernorm.weight", (config.hidden_size,)),
         post_attention_layernorm=source.vector(f"{root}post_attention_layernorm.weight", (config.hidden_size,)),
         mixer=build_mixer(source, mixer_root, config),
-        mlp=_moe(source, f"{root}mlp.", config),
+        mlp=_moe(source, f"{root}mlp.", config, rounds_experts),
     )
 
 
@@ -112,11 +116,11 @@ def _gated_delta(source: TensorSource, root: str, config: TextConfig) -> MixerWe
     )
 
 
-def _moe(source: TensorSource, root: str, config: TextConfig) -> MoEWeights:
+def _moe(source: TensorSource, root: str, config: TextConfig, rounds_experts: bool) -> MoEWeights:
     hidden, width = config.hidden_size, config.shared_expert_intermediate_size
     return MoEWeights(
         gate=source.dense(f"{root}gate.weight", (config.num_experts, hidden)),
-        experts=_experts(source, f"{root}experts.", config),
+        experts=_experts(source, f"{root}experts.", config, rounds_experts),
         shared_expert=MLPWeights(
             gate_proj=source.linear(f"{root}shared_expert.gate_proj", (width, hidden)),
             up_proj=source.linear(f"{root}shared_expert.up_proj", (width, hidden)),
@@ -126,19 +130,22 @@ def _moe(source: TensorSource, root: str, config: TextConfig) -> MoEWeights:
     )
 
 
-def _experts(source: TensorSource, root: str, config: TextConfig) -> ExpertWeights:
+def _experts(source: TensorSource, root: str, config: TextConfig, rounds_dense: bool) -> ExpertWeights:
     """Either layout. With neither on disk the fused names, the published ones, are those that are missing."""
     hidden, width, num_experts = config.hidden_size, config.moe_intermediate_size, config.num_experts
     if any(f"{root}{expert}.gate_proj.weight" in source for expert in range(num_experts)):
-        up_shape, down_shape = (width, hidden), (hidden, width)
-        modules = [f"{root}{expert}" for expert in range(num_experts)]
+        shapes = {"gate_proj": (width, hidden), "up_proj": (width, hidden), "down_proj": (hidden, width)}
         return ExpertWeights(
-            gate_proj=source.expert_stack([f"{module}.gate_proj" for module in modules], up_shape),
-            up_proj=source.expert_stack([f"{module}.up_proj" for module in modules], up_shape),
-            down_proj=source.expert_stack([f"{module}.down_proj" for module in modules], down_shape),
+            **{
+                name: source.expert_stack(
+                    [f"{root}{expert}.{name}" for expert in range(num_experts)], shape, rounds_dense=rounds_dense
+                )
+                for name, shape in shapes.items()
+            }
         )
-    gate, up = source.fused_stack(f"{root}gate_up_proj", (num_experts, width, hidden), num_parts=2)
-    (down,) = source.fused_stack(f"{root}down_proj", (num_experts, hidden, width))
+    up_shape, down_shape = (num_experts, width, hidden), (num_experts, hidden, width)
+    gate, up = source.fused_stack(f"{root}gate_up_proj", up_shape, num_parts=2, rounds_dense=rounds_dense)
+    (down,) = source.fused_stack(f"{root}down_proj", down_shape, rounds_dense=rounds_dense)
     return ExpertWeights(gate, up, down)
 
 

@@ -48,6 +48,7 @@ def load_language(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     weight_layout: WeightLayout | None = None,
+    rounds_draft_experts: bool = False,
 ) -> tuple[LanguageWeights, DraftWeights | None, LoadReport]:
     """The target and, with drafting on, the MTP head.
 
@@ -56,6 +57,7 @@ def load_language(
     device         "meta" reads nothing and gives the shapes
     dtype          of the dense matrices, None: as stored. Norms are float32, `embed_tokens` stays as stored
     weight_layout  of the kernels that will read the weights; None: as on disk
+    rounds_draft_experts  dense experts of the draft become NVFP4 on the way: 0.28 of their memory
 
     Raises IncompleteCheckpoint (a CheckpointError) naming missing, unexpected and mismatched tensors, CheckpointError
     for unreadable files and for a checkpoint that does not fit into memory.
@@ -68,7 +70,9 @@ def load_language(
 
     def build(source: TensorSource, layout: Layout) -> tuple[LanguageWeights, DraftWeights | None]:
         target = language_weights(source, layout, config.text)
-        return target, draft_weights(source, layout, config.text) if with_draft else None
+        if not with_draft:
+            return target, None
+        return target, draft_weights(source, layout, config.text, rounds_experts=rounds_draft_experts)
 
     left_out = {Part.VISION} if with_draft else {Part.VISION, Part.DRAFT}
     (target, draft), report = _load(

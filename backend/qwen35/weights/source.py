@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from qwen35.kernels.weight_layout import WeightLayout
-from qwen35.nvfp4 import BLOCK_WIDTH, FP8Tensor, LinearWeight, NVFP4Tensor
+from qwen35.nvfp4 import BLOCK_WIDTH, FP8Tensor, LinearWeight, NVFP4Tensor, quantize_weight
 from qwen35.weights.header import TensorInfo
 from qwen35.weights.reader import CheckpointReader
 from qwen35.weights.scheme import Kind
+from qwen35.weights.stream import READ_BYTES
 
 FLOATS = (torch.bfloat16, torch.float32, torch.float16)
 _BYTES, _E4M3 = (torch.uint8,), (torch.float8_e4m3fn,)
@@ -93,23 +94,55 @@ class TensorSource(ABC):
         """Weight [N, K] of a linear layer, of the kind that its tensors show."""
         return self._weight([module], shape, is_stack=False)
 
-    def expert_stack(self, modules: Sequence[str], shape: tuple[int, int]) -> LinearWeight:
-        """One stack [E, N, K] from one linear layer for each expert; scales become [E]. All must be of one kind."""
-        return self._weight(modules, shape, is_stack=True)
+    def expert_stack(
+        self, modules: Sequence[str], shape: tuple[int, int], *, rounds_dense: bool = False
+    ) -> LinearWeight:
+        """One stack [E, N, K] from one linear layer for each expert; scales become [E]. All must be of one kind.
+        `rounds_dense`: dense experts become NVFP4."""
+        if not rounds_dense or any(self._kind_on_disk(module) is not Kind.DENSE for module in modules):
+            return self._weight(modules, shape, is_stack=True)
+        target = self._rounded_target(modules[0], (len(modules), *shape))
+        for expert, module in enumerate(modules):
+            self.kinds[module] = Kind.DENSE
+            self.claim(f"{module}.weight", shape, FLOATS)
+            self.fill(f"{module}.weight", range(shape[0]), partial(_store_rounded, self.layout, target, expert))
+        return target
 
-    def fused_stack(self, name: str, shape: tuple[int, int, int], num_parts: int = 1) -> tuple[LinearWeight, ...]:
+    def fused_stack(
+        self, name: str, shape: tuple[int, int, int], num_parts: int = 1, *, rounds_dense: bool = False
+    ) -> tuple[LinearWeight, ...]:
         """Dense experts stored as one tensor [E, num_parts * N, K], without a `.weight` of its own, as `num_parts`
-        stacks [E, N, K]; `shape` is that of one."""
+        stacks [E, N, K]; `shape` is that of one. `rounds_dense`: they become NVFP4."""
         self.kinds[name] = Kind.DENSE
         num_experts, num_rows, width = shape
         stored = self.claim(name, (num_experts, num_parts * num_rows, width), FLOATS)
-        weight = torch.empty(shape, dtype=self.dtype or stored, device="meta")
-        targets = tuple(self.layout.target(weight, self.allocate) for _ in range(num_parts))
+        if rounds_dense:
+            targets = tuple(self._rounded_target(name, shape) for _ in range(num_parts))
+        else:
+            weight = torch.empty(shape, dtype=self.dtype or stored, device="meta")
+            targets = tuple(self.layout.target(weight, self.allocate) for _ in range(num_parts))
         for index in range(num_experts * num_parts):
             expert, part = divmod(index, num_parts)
-            store = partial(_store_rows, self.layout, targets[part], "weight", expert)
+            if rounds_dense:
+                store: Store = partial(_store_rounded, self.layout, targets[part], expert)
+            else:
+                store = partial(_store_rows, self.layout, targets[part], "weight", expert)
             self.fill(name, range(index * num_rows, (index + 1) * num_rows), store)
         return targets
+
+    def _rounded_target(self, name: str, shape: tuple[int, int, int]) -> LinearWeight:
+        """NVFP4 memory for dense experts, which are rounded one by one as they are read, each whole."""
+        num_experts, num_rows, width = shape
+        if width % BLOCK_WIDTH or num_rows * width * FLOATS[1].itemsize > READ_BYTES:
+            self.mismatch(
+                f"{name}: experts can be rounded to NVFP4 when their width is a multiple of {BLOCK_WIDTH} and each has "
+                f"at most {READ_BYTES // FLOATS[1].itemsize} weights, got {num_rows} x {width}"
+            )
+            width = BLOCK_WIDTH
+        codes = torch.empty(num_experts, num_rows, width // 2, dtype=torch.uint8, device="meta")
+        scales = torch.empty(num_experts, num_rows, width // BLOCK_WIDTH, dtype=torch.float8_e4m3fn, device="meta")
+        global_scale = self.allocate((num_experts,), torch.float32)
+        return self.layout.target(NVFP4Tensor(codes, scales, global_scale), self.allocate)
 
     def _weight(self, modules: Sequence[str], shape: tuple[int, int], *, is_stack: bool) -> LinearWeight:
         kind = self._kind_on_disk(modules[0])
@@ -226,3 +259,12 @@ def _store_rows(
     layout: WeightLayout, target: LinearWeight, part: str, expert: int | None, first_row: int, rows: Tensor
 ) -> None:
     layout.store(target, part, expert, first_row, rows)
+
+
+def _store_rounded(layout: WeightLayout, target: LinearWeight, expert: int, first_row: int, rows: Tensor) -> None:
+    """`rows` is a whole matrix; it takes its own global scale."""
+    assert first_row == 0 and not isinstance(target, Tensor)
+    packed = quantize_weight(rows)
+    target.global_scale[expert].copy_(packed.global_scale)
+    layout.store(target, "codes", expert, 0, packed.codes)
+    layout.store(target, "scales", expert, 0, packed.scales)
