@@ -15,6 +15,8 @@ from qwen35.settings import Settings
         ("max_context_tokens", "-1"),
         ("image_cache_bytes", "-1"),
         ("swap_bytes", "-1"),
+        ("session_directory", "sessions"),
+        ("session_bytes", "0"),
         ("num_slots", "0"),
         ("num_draft_tokens", "17"),
         ("kernels", "gpu"),

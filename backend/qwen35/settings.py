@@ -38,6 +38,8 @@ class Settings:
     request_timeout_seconds: float = 600.0
     unclaimed_lease_seconds: float = 5.0
     heartbeat_seconds: float = 1.0
+    session_directory: str = ""  # of saved sessions, an absolute path; empty: requests can't save and restore any
+    session_bytes: int = 4 << 30  # of all saved sessions
     arena_name: str = ""  # empty: derived from the server's process
     num_vision_workers: int = 1
     image_cache_bytes: int = 64 << 20
@@ -54,6 +56,8 @@ class Settings:
         for name in _DURATIONS:
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"{name}: expected a finite number of seconds above 0, got {getattr(self, name)}")
+        if self.session_directory and not os.path.isabs(self.session_directory):
+            raise ConfigError(f"session_directory: expected an absolute path, got {self.session_directory!r}")
         if not 0 <= self.num_draft_tokens <= 16:
             raise ConfigError(f"num_draft_tokens: expected 0 to 16, got {self.num_draft_tokens}")
         for name, choices in _CHOICES.items():
@@ -84,6 +88,7 @@ _POSITIVE = (
     "kv_cache_bytes",
     "max_image_bytes",
     "max_image_pixels",
+    "session_bytes",
 )
 _NOT_NEGATIVE = ("max_context_tokens", "num_checkpoints", "prefix_cache_bytes", "image_cache_bytes", "swap_bytes")
 _DURATIONS = ("request_timeout_seconds", "unclaimed_lease_seconds", "heartbeat_seconds")

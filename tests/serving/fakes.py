@@ -50,16 +50,24 @@ class FakeEngine:
         self.metrics = EngineMetrics()
         self.text = text
         self.submitted, self.aborted = [], []
+        self.resumed, self.restored = [], []
+        self.sessions = {}  # by uid, for the last emission
         self.faults = deque()
         self.refusal = None
         self._live = defaultdict(int)
         self._aborts = {}
         self._changed = threading.Condition()
 
-    def submit(self, request):
+    def resume(self, session, request):
+        self.resumed.append((session, request.uid))
+        self.submit(request, None)
+
+    def submit(self, request, session):
         if self.refusal:
             raise self.refusal
         with self._changed:
+            if session is not None:
+                self.restored.append((session, request.uid))
             self.submitted.append(request.uid)
             self._live[request.uid] = 0
             self._changed.notify_all()
@@ -94,7 +102,9 @@ class FakeEngine:
         is_last = index + 1 == len(self.text)
         if is_last:
             del self._live[uid]
-        return Emission(uid, usage, (index,), self.text[index], finish_reason="stop" if is_last else None)
+        session = self.sessions.get(uid) if is_last else None
+        reason = "stop" if is_last else None
+        return Emission(uid, usage, (index,), self.text[index], finish_reason=reason, session=session)
 
 
 class EndlessEngine(FakeEngine):
@@ -126,6 +136,22 @@ class FakeLeasing:
 
     def cancelled(self, leases):
         return [lease in self.flags for lease in leases]
+
+
+class FakeSessions:
+    """Keeps what is saved; ``failure`` is raised instead, ``gate`` is waited for."""
+
+    def __init__(self):
+        self.saved = {}
+        self.failure = None
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def save(self, name, session):
+        assert self.gate.wait(10.0)
+        if self.failure:
+            raise self.failure
+        self.saved[name] = session
 
 
 class FakeObserver:

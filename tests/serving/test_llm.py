@@ -30,9 +30,8 @@ class Llm:
         self.model, self.operations, self.manager = model, operations, manager
 
     def request(self, token_ids=(65, 66, 67), lease=None, client_id="", options=None, **inputs):
-        raw = RawRequest(
-            {"text_input": "x", "stream": True, "return_finish_reason": True, **inputs}, options or {}, client_id
-        )
+        inputs = {"text_input": "x", "stream": True, "return_finish_reason": True, **inputs}
+        raw = RawRequest({k: v for k, v in inputs.items() if v is not None}, options or {}, client_id)
         resolved, _ = resolve(raw, request_timeout_seconds=60)
         lease = self.operations.run("open", json.loads(resolved.to_json())) if lease is None else lease
         num_tokens = len(token_ids)
@@ -70,6 +69,7 @@ def llm(monkeypatch, tmp_path):
         "num_slots": 4,
         "heartbeat_seconds": 0.05,
         "arena_name": f"test-{time.monotonic_ns()}",
+        "session_directory": tmp_path / "sessions",
     }
     args = model_args("llm", **settings) | {"model_instance_name": "llm_0", "model_name": "llm"}
     resolved = settings_of(args)
@@ -156,4 +156,25 @@ def test_many_requests_share_few_slots(llm):
     for request in requests:
         assert request.sender.done.wait(WAIT)
         assert request.sender.num_finals == 1 and request.sender.responses[-1].failure is None
+    llm.wait_until_idle()
+
+
+def test_a_saved_text_goes_on_and_a_prompt_begins_with_it(llm, tmp_path):
+    options = {"temperature": 0.8, "seed": 3, "ignore_eos": True, "bad_words": "</think>"}
+    whole = "".join(texts_of(llm.run(llm.request(options={**options, "max_tokens": 12}))))
+    first = llm.run(llm.request(options={**options, "max_tokens": 5, "save_session": "it"}))
+    assert [path.name for path in (tmp_path / "sessions").iterdir()] == ["it"]
+    going_on = llm.request((), text_input=None, options={"restore_session": "it", "max_tokens": 7})
+    rest = llm.run(going_on)
+    assert rest[-1].failure is None, rest[-1].failure
+    assert "".join(texts_of(first) + texts_of(rest)) == whole
+    token_ids = llm.model._sessions.load("it").token_ids
+    turn = {**options, "max_tokens": 6}
+    plain = texts_of(llm.run(llm.request((*token_ids, 66, 67), options=turn)))
+    restored = texts_of(llm.run(llm.request((*token_ids, 66, 67), options={**turn, "restore_session": "it"})))
+    assert "".join(restored) == "".join(plain)
+    (refused,) = llm.run(llm.request((1, 2, 3, 4, 5, 6, 7, 8, 9), options={"restore_session": "it"}))
+    assert "restore_session: expected a prompt that begins with the 7 tokens" in str(refused.failure)
+    (unknown,) = llm.run(llm.request((), text_input=None, options={"restore_session": "other"}))
+    assert "restore_session: expected the name of a saved session, got 'other'" in str(unknown.failure)
     llm.wait_until_idle()

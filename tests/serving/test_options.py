@@ -5,7 +5,7 @@ import pytest
 
 from qwen35.engine.request import SamplingParams
 from qwen35.errors import InvalidArgument, Unsupported
-from qwen35.serving.options import RawRequest, resolve
+from qwen35.serving.options import PromptSource, RawRequest, resolve
 from qwen35.serving.resolved import ImageSpan, ResolvedRequest
 
 
@@ -251,6 +251,38 @@ def test_echo_refused_where_it_can_not_be(inputs):
 def test_bad_prompts_are_refused_by_name(inputs, field):
     with pytest.raises(InvalidArgument, match=rf"INVALID_ARG: {field}: expected"):
         resolved(**inputs)
+
+
+@pytest.mark.parametrize("name", ["a", "A-b_c.d", "x" * 128, "-rf", ""])
+def test_names_of_sessions(name):
+    request = resolved({"save_session": name}, sampling={"restore_session": name})[0]
+    assert (request.save_session, request.restore_session, request.is_continued) == (name, name, False)
+    assert ResolvedRequest.from_json(request.to_json()) == request
+
+
+@pytest.mark.parametrize("name", [".", "..", ".saving-x", "a/b", "../a", "a b", "x" * 129, "é", "a\n", "a\0", 5, True])
+@pytest.mark.parametrize("field", ["save_session", "restore_session"])
+def test_names_that_are_no_file_of_the_directory_are_refused(field, name):
+    with pytest.raises(InvalidArgument, match=f"INVALID_ARG: {field}: expected up to 128 of A-Z"):
+        resolved(sampling={field: name})
+
+
+def test_without_a_prompt_a_session_goes_on_under_its_own_options():
+    for inputs in ({"text_input": None}, {"text_input": ""}):
+        request, prompt = resolved({"restore_session": "x", "max_tokens": 9, "save_session": "y"}, **inputs)
+        assert (request.is_continued, request.sampling.max_tokens, request.echo) == (True, 9, "")
+        assert prompt == PromptSource()
+    for field, value in (("temperature", 0.5), ("seed", 1), ("stop", "x"), ("logprobs", 2), ("end_id", 4)):
+        with pytest.raises(InvalidArgument, match=f"{field}: expected it to be left out where a session goes on"):
+            resolved({"restore_session": "x", field: value}, text_input=None)
+    with pytest.raises(InvalidArgument, match="exactly one of text_input and messages, got neither"):
+        resolved({"save_session": "x"}, text_input=None)
+
+
+@pytest.mark.parametrize("field", ["save_session", "restore_session"])
+def test_sessions_are_of_one_sample(field):
+    with pytest.raises(InvalidArgument, match=f"n: expected 1 with {field}, got 2"):
+        resolved({field: "x", "n": 2})
 
 
 def test_an_image_alone_is_a_prompt():

@@ -4,25 +4,35 @@ from dataclasses import replace
 
 import pytest
 
-from qwen35.errors import InvalidArgument, Unavailable
+from qwen35.errors import InvalidArgument, StateError, Unavailable
 from qwen35.serving import service as service_module
 from qwen35.serving.service import MAX_FAILED_STEPS, Service
-from tests.serving.fakes import EndlessEngine, FakeEngine, FakeLeasing, FakeObserver, FakeReply, make_ticket
+from tests.serving.fakes import (
+    EndlessEngine,
+    FakeEngine,
+    FakeLeasing,
+    FakeObserver,
+    FakeReply,
+    FakeSessions,
+    make_ticket,
+)
 
 WAIT = 5.0
 
 
 @contextmanager
 def running(engine=None, max_live_requests=100):
-    leasing, faults = FakeLeasing(), []
+    leasing, faults, sessions = FakeLeasing(), [], FakeSessions()
     service = Service(
         engine or FakeEngine(),
         leasing,
         FakeObserver(),
+        sessions,
         max_live_requests=max_live_requests,
         on_fault=lambda what, error: faults.append((what, error)),
     )
     leasing.service, service.faults, service.leases = service, faults, leasing
+    service.sessions = sessions
     service.run()
     yield service
     assert service.stop(WAIT)
@@ -253,3 +263,49 @@ def test_a_request_of_two_samples_ends_with_the_later_one():
     assert [r.is_final for r in ticket.reply.responses] == [False, False, False, True]
     assert service.leases.closed == [ticket.lease]
     assert service.faults == []
+
+
+def with_names(ticket, **names):
+    return replace(ticket, resolved=replace(ticket.resolved, **names))
+
+
+def test_the_final_response_comes_when_the_session_is_written():
+    engine = FakeEngine()
+    with running(engine) as service:
+        keeper, other = with_names(make_ticket(1), save_session="mine"), make_ticket(2)
+        engine.sessions[1] = "session"
+        service.sessions.gate.clear()
+        service.submit(keeper)
+        service.submit(other)
+        finished_others = other.reply.done.wait(WAIT)
+        assert finished_others and not keeper.reply.done.is_set(), "others do not wait for the disk"
+        service.sessions.gate.set()
+        finished(service, keeper)
+        assert (keeper.reply.text, service.sessions.saved) == ("abc", {"mine": "session"})
+
+
+@pytest.mark.parametrize(("failure", "message"), [
+    (StateError("save_session: no room"), "save_session: no room"),
+    (RuntimeError("secret detail"), "INTERNAL: save_session: RuntimeError"),
+])  # fmt: skip
+def test_a_session_that_can_not_be_written_is_an_error_after_the_text(failure, message):
+    engine = FakeEngine()
+    with running(engine) as service:
+        engine.sessions[1], service.sessions.failure = "session", failure
+        ticket = with_names(make_ticket(1), save_session="mine")
+        service.submit(ticket)
+        finished(service, ticket)
+        assert ticket.reply.text == "abc" and message in ticket.reply.error and "secret" not in ticket.reply.error
+        assert len(service.faults) == isinstance(failure, RuntimeError)
+        service.faults.clear()
+
+
+def test_sessions_reach_the_engine_as_prefix_or_to_go_on():
+    engine = FakeEngine()
+    with running(engine) as service:
+        prefix = replace(make_ticket(1), session="first")
+        going_on = replace(with_names(make_ticket(2), is_continued=True), session="second")
+        for ticket in (prefix, going_on):
+            service.submit(ticket)
+        finished(service, prefix, going_on)
+    assert (engine.restored, engine.resumed) == ([("first", 1)], [("second", 2)])

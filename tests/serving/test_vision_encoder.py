@@ -44,6 +44,16 @@ def run(model, inputs, **rest):
     return response
 
 
+def test_without_a_prompt_for_a_session_that_goes_on(model):
+    response = run(model, {}, parameters={"restore_session": "it", "max_tokens": 3})
+    assert response.failure is None
+    request = ResolvedRequest.from_json(response.outputs["request"].as_numpy()[0].decode())
+    assert (request.restore_session, request.is_continued) == ("it", True)
+    shapes = {name: response.outputs[name].as_numpy().shape for name in ("token_ids", "positions")}
+    assert shapes == {"token_ids": (0,), "positions": (3, 0)}
+    assert torch.from_dlpack(response.outputs["embeds"].to_dlpack()).shape == (0, 64)
+
+
 def test_text(model):
     response = run(model, {"text_input": text("hi<|im_end|>")}, parameters={"max_tokens": 3}, request_id="5")
     assert response.failure is None

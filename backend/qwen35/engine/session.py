@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from qwen35.engine.request import Request
+from qwen35.engine.request import Request, Usage
 from qwen35.engine.sequence import Progress, Sequence
 from qwen35.engine.snapshot import Snapshot
 from qwen35.errors import InvalidArgument
@@ -34,6 +34,20 @@ class Session:
     @property
     def num_computed_tokens(self) -> int:
         return 0 if self.snapshot is None else self.snapshot.num_computed_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """As the last emission told it."""
+        told = self.progress
+        return Usage(
+            len(self.request.token_ids), len(told.token_ids), told.num_draft_tokens, told.num_accepted_draft_tokens
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its tensors."""
+        cached = 0 if self.snapshot is None else self.snapshot.num_bytes
+        return cached + self.request.image_embeds.nbytes + self.request.positions.nbytes
 
     def request_on(
         self,

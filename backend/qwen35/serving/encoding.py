@@ -67,6 +67,9 @@ class RequestEncoder:
 
     def encode(self, request: ResolvedRequest, source: PromptSource) -> Encoded:
         """Raises InvalidArgument or Unsupported with the path of what is wrong in the prompt or its images."""
+        if request.is_continued:
+            no_ids, no_positions = torch.empty(0, dtype=torch.int32), torch.empty(3, 0, dtype=torch.int32)
+            return Encoded(request, no_ids, no_positions, self._no_embeds)
         if source.messages is not None:
             prompt = self._processor.from_messages(source.messages, source.tools, source.template_kwargs)
         else:
@@ -79,9 +82,13 @@ class RequestEncoder:
             embeds=self._embeds(prompt),
         )
 
+    @property
+    def _no_embeds(self) -> Tensor:
+        return torch.zeros(0, self._hidden_size, dtype=torch.bfloat16)
+
     def _embeds(self, prompt: Prompt) -> Tensor:
         if self._images is None or not prompt.images:
-            return torch.zeros(0, self._hidden_size, dtype=torch.bfloat16)
+            return self._no_embeds
         return self._images.embed(prompt).to("cpu", torch.bfloat16).contiguous()
 
 

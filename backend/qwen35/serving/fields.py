@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from qwen35.errors import InvalidArgument
 from qwen35.prompt.template import check_text
 from qwen35.serving.structured import to_structured
+
+_SESSION_NAME = re.compile(r"(?:[A-Za-z0-9_-][A-Za-z0-9._-]{0,127})?")
 
 Convert = Callable[[str, Any], Any]  # (field name, value as sent) -> value; raises InvalidArgument that names the field
 
@@ -71,6 +74,13 @@ def to_text(name: str, value: Any) -> str:
 
 
 def to_anything(name: str, value: Any) -> Any:
+    return value
+
+
+def to_session_name(name: str, value: Any) -> str:
+    """The name of a file; empty: none."""
+    if not isinstance(value, str) or not _SESSION_NAME.fullmatch(value):
+        raise InvalidArgument.field(name, "up to 128 of A-Z, a-z, 0-9, '.', '_' and '-', no '.' first", value)
     return value
 
 
@@ -178,6 +188,12 @@ DELIVERY: Mapping[str, Convert] = {
     "return_log_probs": to_bool,
 }
 
+# A text that is kept in a file at its end, or goes on from one.
+SESSIONS: Mapping[str, Convert] = {
+    "save_session": to_session_name,
+    "restore_session": to_session_name,
+}
+
 # TensorRT-LLM's own: `end_id` adds a stop token (-1: no token ends it); `pad_id` and `length_penalty` act on batches
 # and beams, of which there are none, so that any value is neutral; the two of guided decoding say the same as
 # `structured_outputs`.
@@ -218,6 +234,7 @@ UNSUPPORTED: Mapping[str, tuple[Convert, tuple[Any, ...]]] = {
 CONVERTERS: Mapping[str, Convert] = {
     **SAMPLING,
     **DELIVERY,
+    **SESSIONS,
     **TYPED_ONLY,
     **{name: convert for name, (convert, _) in UNSUPPORTED.items()},
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -12,6 +14,7 @@ from qwen35.config import ModelConfig
 from qwen35.devices import select_device
 from qwen35.engine.loading import load_engine
 from qwen35.engine.request import Request
+from qwen35.engine.session import Session
 from qwen35.errors import InvalidArgument, StateError, Unavailable
 from qwen35.serving.leasing import LeaseKeeper
 from qwen35.serving.metrics import ServingMetrics
@@ -19,9 +22,11 @@ from qwen35.serving.process import ServerProcess, prepare_process, settings_of
 from qwen35.serving.resolved import ResolvedRequest
 from qwen35.serving.responses import ResponseBuilder
 from qwen35.serving.service import Service
+from qwen35.serving.sessions import SessionStore
 from qwen35.serving.shared_state import SharedState
 from qwen35.serving.tensors import TritonReply, log_fault, text_input, text_tensor, torch_input
 from qwen35.serving.ticket import Ticket, monotonic_of
+from qwen35.state.fingerprint import fingerprint
 from qwen35.state.leases import Lease
 
 STATE_MANAGER = "state_manager"
@@ -41,6 +46,9 @@ class TritonPythonModel:
         settings = settings_of(args)
         config = ModelConfig.from_directory(settings.checkpoint)
         self._settings = settings
+        self._sessions = SessionStore(
+            settings.session_directory, settings.session_bytes, fingerprint(Path(settings.checkpoint))
+        )
         self._state = SharedState.attach(settings, config, args["model_instance_name"], self._call_state_manager)
         try:
             if not self._state.holder.wait_for_predecessors(settings.request_timeout_seconds):
@@ -55,6 +63,7 @@ class TritonPythonModel:
             self._engine,
             self._keeper,
             ServingMetrics(pb_utils, {"model": args["model_name"]}, self._server),
+            self._sessions,
             max_live_requests=settings.max_queued_requests + settings.num_slots,
             on_fault=self._on_fault,
         )
@@ -110,6 +119,9 @@ class TritonPythonModel:
 
     def _ticket(self, request: Any, lease: Lease, reply: TritonReply) -> Ticket:
         resolved = _resolved_of(text_input(pb_utils, request, "request"))
+        session = self._session(resolved)
+        if resolved.is_continued and session is not None:
+            return self._continued(request, resolved, session, lease, reply)
         engine_request = Request(
             uid=int(resolved.uid, 16),
             request_id=resolved.request_id,
@@ -121,12 +133,36 @@ class TritonPythonModel:
             deadline=monotonic_of(resolved.deadline_unix_ns),
             priority=resolved.priority,
             arrival=monotonic_of(resolved.arrival_unix_ns),
+            wants_session=bool(resolved.save_session),
         )
-        vocabulary = self._engine.vocabulary
-        builder = ResponseBuilder(
-            resolved, request.requested_output_names(), vocabulary.token_text, self._settings.block_tokens
+        return Ticket(resolved, engine_request, lease, self._builder(request, resolved), reply, session)
+
+    def _session(self, resolved: ResolvedRequest) -> Session | None:
+        """The one to restore. Raises for names that can't be restored or saved."""
+        if resolved.save_session:
+            self._sessions.check("save_session")
+        return self._sessions.load(resolved.restore_session) if resolved.restore_session else None
+
+    def _continued(
+        self, request: Any, resolved: ResolvedRequest, session: Session, lease: Lease, reply: TritonReply
+    ) -> Ticket:
+        """The text of a session goes on, for up to max_tokens more."""
+        going_on = session.request_on(
+            uid=int(resolved.uid, 16),
+            deadline=monotonic_of(resolved.deadline_unix_ns),
+            arrival=monotonic_of(resolved.arrival_unix_ns),
+            max_new_tokens=resolved.sampling.max_tokens,
+            wants_session=bool(resolved.save_session),
         )
-        return Ticket(resolved, engine_request, lease, builder, reply)
+        going_on = replace(going_on, request_id=resolved.request_id, priority=resolved.priority)
+        resolved = replace(resolved, wants_logprobs=going_on.sampling.logprobs is not None)
+        ticket = Ticket(resolved, going_on, lease, self._builder(request, resolved), reply, session)
+        ticket.usage = session.usage  # what earlier responses have told
+        return ticket
+
+    def _builder(self, request: Any, resolved: ResolvedRequest) -> ResponseBuilder:
+        names = request.requested_output_names()
+        return ResponseBuilder(resolved, names, self._engine.vocabulary.token_text, self._settings.block_tokens)
 
 
 def call_state_manager(message: dict[str, Any]) -> dict[str, Any]:

@@ -38,8 +38,8 @@ class RawRequest:
 
 @dataclass(frozen=True)
 class PromptSource:
-    """Exactly one of ``text`` and ``messages`` is set. ``images`` belong to ``text``: file bytes, base64 or data URIs
-    as sent, or decoded pixels [height, width, channels]."""
+    """Exactly one of ``text`` and ``messages`` is set, or nothing (a session's text goes on). ``images`` belong to
+    ``text``: file bytes, base64 or data URIs as sent, or decoded pixels [height, width, channels]."""
 
     text: str | None = None
     messages: list[Any] | None = None
@@ -53,8 +53,14 @@ def resolve(raw: RawRequest, *, request_timeout_seconds: float) -> tuple[Resolve
     """Validate everything that can be validated without the tokenizer. Raises InvalidArgument or Unsupported."""
     values = _collect(raw)
     _refuse_unsupported(values)
-    prompt = _prompt(raw.inputs)
+    restored = values.get("restore_session", "")
+    prompt = _prompt(raw.inputs, may_be_absent=bool(restored))
+    if prompt == PromptSource():
+        _refuse_sampling(values)
     sampling, wants_logprobs = _sampling(values, is_typed=any(_is_typed(name) for name in raw.inputs))
+    for name in fields.SESSIONS:
+        if values.get(name) and sampling.n > 1:
+            raise InvalidArgument.field("n", f"1 with {name}", sampling.n)
     stream = values.get("stream", False)
     arrival = time.time_ns()
     return (
@@ -70,6 +76,9 @@ def resolve(raw: RawRequest, *, request_timeout_seconds: float) -> tuple[Resolve
             deadline_unix_ns=arrival + int(_timeout_seconds(raw, request_timeout_seconds) * 1e9),
             priority=-_triton_integer(raw, "priority"),  # as in vLLM, a lower number goes first
             echo=_echo(values.get("exclude_input_in_output"), stream, prompt),
+            save_session=values.get("save_session", ""),
+            restore_session=restored,
+            is_continued=prompt == PromptSource(),
         ),
         prompt,
     )
@@ -125,8 +134,18 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
             )
 
 
-def _prompt(inputs: Mapping[str, Any]) -> PromptSource:
+def _refuse_sampling(values: Mapping[str, Any]) -> None:
+    """A session without a prompt goes on with its own options."""
+    for name, value in values.items():
+        if (name in fields.SAMPLING and name != "max_tokens") or name in fields.TYPED_ONLY:
+            raise InvalidArgument.field(name, "it to be left out where a session goes on with its own options", value)
+
+
+def _prompt(inputs: Mapping[str, Any], *, may_be_absent: bool) -> PromptSource:
+    """``may_be_absent``: a session is restored, whose own text can go on."""
     text, messages = inputs.get("text_input"), inputs.get("messages")
+    if may_be_absent and not text and messages is None and not any(inputs.get(name) for name in IMAGE_INPUTS):
+        return PromptSource()
     if (text is None) == (messages is None):
         raise InvalidArgument(
             f"text_input: expected exactly one of text_input and messages, got {'neither' if text is None else 'both'}"

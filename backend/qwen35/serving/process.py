@@ -71,7 +71,8 @@ def settings_of(args: Mapping[str, str], environment: Mapping[str, str] | None =
     root, and an empty arena name becomes the one that all models of this server share.
     """
     parameters = json.loads(args["model_config"]).get("parameters", {})
-    settings = Settings.resolve({name: value["string_value"] for name, value in parameters.items()}, environment)
+    texts = {name: value.get("string_value", "") for name, value in parameters.items()}
+    settings = Settings.resolve(texts, environment)
     root = Path(args["model_repository"]).parent  # Triton gives the model's own folder
     return replace(
         settings,

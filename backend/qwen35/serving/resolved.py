@@ -47,6 +47,9 @@ class ResolvedRequest:
     priority: int = 0  # larger runs first
     echo: str = ""  # put before the text of the first response
     images: tuple[ImageSpan, ...] = ()
+    save_session: str = ""  # the name that the text gets at its end
+    restore_session: str = ""  # the name of what the prompt begins with
+    is_continued: bool = False  # there is no prompt: the text of the restored session goes on
 
     def with_images(self, images: tuple[ImageSpan, ...]) -> ResolvedRequest:
         return replace(self, images=images)

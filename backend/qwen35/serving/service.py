@@ -4,6 +4,7 @@
     leasing  -> start() / fail()  claimed: into the engine; refused: an error
     engine   one thread owns the engine: step(), emissions to the sender
     sender   one thread turns emissions into responses, in order; the final one closes the lease
+    sessions one thread writes the session that a last emission brings, and then passes it on to the sender
     watch    one thread looks for cancelled clients, cancel flags and deadlines; it never waits for another process
 
 A ticket ends in one place, the sender, by an error or the end of its last sample: so each client gets exactly one
@@ -21,6 +22,7 @@ from typing import Protocol
 
 from qwen35.engine.metrics import EngineMetrics
 from qwen35.engine.request import Emission, Request
+from qwen35.engine.session import Session
 from qwen35.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArgument, Qwen35Error, Unavailable
 from qwen35.serving.responses import Response
 from qwen35.serving.ticket import Stage, Ticket
@@ -41,7 +43,9 @@ class Engine(Protocol):
     @property
     def metrics(self) -> EngineMetrics: ...
 
-    def submit(self, request: Request) -> None: ...
+    def submit(self, request: Request, session: Session | None) -> None: ...
+
+    def resume(self, session: Session, request: Request) -> None: ...
 
     def abort(self, uid: int, error: Qwen35Error) -> None: ...
 
@@ -60,6 +64,12 @@ class Leasing(Protocol):
     def cancelled(self, leases: list[Lease]) -> list[bool]: ...
 
 
+class Sessions(Protocol):
+    """Where sessions are kept (see ``sessions``)."""
+
+    def save(self, name: str, session: Session) -> None: ...
+
+
 class Observer(Protocol):
     """Counts what was delivered (see ``metrics``)."""
 
@@ -76,6 +86,7 @@ class Service:
         engine: Engine,
         leasing: Leasing,
         observer: Observer,
+        sessions: Sessions,
         *,
         max_live_requests: int,
         on_fault: Callable[[str, BaseException], None],
@@ -84,16 +95,24 @@ class Service:
         self._engine = engine
         self._leasing = leasing
         self._observer = observer
+        self._sessions = sessions
         self._max_live_requests = max_live_requests
         self._on_fault = on_fault
         self._lock = threading.Lock()
         self._tickets: dict[int, Ticket] = {}
         self._broken: Qwen35Error | None = None
         self._emissions: queue.SimpleQueue[Emission | None] = queue.SimpleQueue()
+        self._unsaved: queue.SimpleQueue[Emission | None] = queue.SimpleQueue()
         self._stopping = threading.Event()
+        bodies = {
+            "engine": self._run_engine,
+            "sender": self._run_sender,
+            "sessions": self._run_sessions,
+            "watch": self._run_watch,
+        }
         self._threads = [
             threading.Thread(target=self._guarded, args=(body,), name=f"llm-{name}", daemon=True)
-            for name, body in (("engine", self._run_engine), ("sender", self._run_sender), ("watch", self._run_watch))
+            for name, body in bodies.items()
         ]
 
     @property
@@ -128,7 +147,10 @@ class Service:
                 return
             ticket.stage = Stage.RUNNING
         try:
-            self._engine.submit(ticket.request)
+            if ticket.resolved.is_continued and ticket.session is not None:
+                self._engine.resume(ticket.session, ticket.request)
+            else:
+                self._engine.submit(ticket.request, ticket.session)
         except Qwen35Error as error:
             self._end(ticket, error)
         except Exception as error:
@@ -149,6 +171,7 @@ class Service:
         self._stopping.set()
         self._give_up(Unavailable("llm: the model was unloaded while the request ran"))
         self._emissions.put(None)
+        self._unsaved.put(None)
         deadline = time.monotonic() + timeout_seconds
         for thread in self._threads:
             if thread.ident is not None:
@@ -192,7 +215,7 @@ class Service:
                 self._fail_running(error, is_last=num_failed_steps >= MAX_FAILED_STEPS)
                 continue
             for emission in emissions:
-                self._emissions.put(emission)
+                (self._emissions if emission.session is None else self._unsaved).put(emission)
 
     def _fail_running(self, error: Exception, *, is_last: bool) -> None:
         """The step threw: nothing of what ran can be trusted. The next requests run, unless it goes on throwing."""
@@ -243,6 +266,25 @@ class Service:
                 raise
             self._on_fault("response", error)
             return Response(error=InternalError(f"response: {type(error).__name__}"), is_final=True)
+
+    def _run_sessions(self) -> None:
+        """The client's final response comes when the file is there; one that can't be written is an error."""
+        while (emission := self._unsaved.get()) is not None:
+            with self._lock:
+                ticket = self._tickets.get(emission.uid)
+            if ticket is not None:
+                self._emissions.put(self._saved(ticket, emission))
+
+    def _saved(self, ticket: Ticket, emission: Emission) -> Emission:
+        try:
+            self._sessions.save(ticket.resolved.save_session, emission.session)
+            return replace(emission, session=None)
+        except Qwen35Error as error:
+            failure = error
+        except Exception as error:
+            self._on_fault("session", error)
+            failure = InternalError(f"save_session: {type(error).__name__}")
+        return replace(emission, session=None, finish_reason=None, error=failure)
 
     def _run_watch(self) -> None:
         next_replies = 0.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from qwen35.engine.request import Emission, Request, Usage
+from qwen35.engine.session import Session
 from qwen35.serving.resolved import ResolvedRequest
 from qwen35.serving.responses import Response, ResponseBuilder
 from qwen35.state.leases import Lease
@@ -38,6 +39,7 @@ class Ticket:
     lease: Lease
     builder: ResponseBuilder
     reply: Reply
+    session: Session | None = None  # restored: what the prompt begins with, or the text that goes on
     submitted: float = field(default_factory=time.monotonic)
     stage: Stage = Stage.WAITING
     num_finished_samples: int = 0
