@@ -9,7 +9,7 @@ import pytest
 
 from qwen35.errors import Cancelled, DeadlineExceeded, InvalidArgument, StateError, Unavailable
 from qwen35.state.arena import Arena
-from qwen35.state.extents import ExtentRef, ExtentTable, HolderRef
+from qwen35.state.extents import ExtentRef, ExtentTable, HolderRef, Need
 from qwen35.state.holder import Holder
 from qwen35.state.leases import Lease
 from qwen35.state.local import LocalTables
@@ -203,14 +203,38 @@ class TestExtents:
         assert (stats.blocks.free, stats.slots.free, stats.num_claimed_leases, stats.holders) == (12, 3, 0, ())
         assert local.new_holder().ref == HolderRef(0, 2)
 
-    def test_shortage_makes_pressure_for_a_while(self):
+    def test_a_wish_in_vain_presses_the_others_for_a_while(self):
         local = Local()
-        source = ManagerSource(local.manager, local.owner, local.new_holder(), local.clock)
-        local.manager.acquire(local.holder.ref, 1, 12, 0)
-        assert not source.is_under_pressure
-        assert source.acquire(1, 0) is None and source.is_under_pressure
+        first, second = (ManagerSource(local.manager, local.owner, local.new_holder(), local.clock) for _ in range(2))
+        local.manager.acquire(local.holder.ref, 1, 11, 0)
+        assert first.acquire(2, 0, Need.RESERVE).block_ids == (11,) and not second.is_under_pressure
+        assert first.acquire(1, 0, Need.RESERVE) is None and not second.is_under_pressure
+        assert first.acquire(1, 0, Need.WISH) is None
+        assert second.is_under_pressure and not first.is_under_pressure
         local.clock.now += 2.1
-        assert not source.is_under_pressure
+        assert not second.is_under_pressure
+
+    def test_holders_press_in_turns(self):
+        local = Local()
+        first, second = (ManagerSource(local.manager, local.owner, local.new_holder(), local.clock) for _ in range(2))
+        ref = local.manager.acquire(local.holder.ref, 1, 12, 0)
+        whose = []
+        for _ in range(100):
+            first.acquire(7, 0, Need.WISH), second.acquire(7, 0, Need.WISH)
+            whose.append((second.is_under_pressure, first.is_under_pressure).index(True))
+            local.clock.now += 0.1
+        assert [whose[0], whose[25], whose[45], whose[65]] == [0, 1, 0, 1] and 40 <= sum(whose) <= 60
+        local.manager.release(local.holder.ref, [ref])
+        assert second.acquire(7, 0, Need.WISH) is not None and first.acquire(7, 0, Need.WISH) is None
+        assert second.is_under_pressure
+
+    def test_a_wish_is_met_whole_or_not_at_all(self):
+        local = Local()
+        local.manager.acquire(local.holder.ref, 1, 8, 0)
+        assert local.manager.acquire(local.holder.ref, 2, 5, 0, Need.WISH) is None
+        assert local.manager.stats().blocks.free == 4
+        ref = local.manager.acquire(local.holder.ref, 2, 4, 0, Need.WISH)
+        assert len(ExtentTable(local.owner.tables).contents(ref).block_ids) == 4
 
     def test_no_row_for_another_holder(self):
         local = Local()

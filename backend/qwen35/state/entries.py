@@ -88,6 +88,13 @@ class EntryTable:
             return NOTHING
         return self._add(lease, publication, blocks)
 
+    def num_evictable(self) -> tuple[int, int]:
+        """Blocks and slots that are free when every entry that nobody has pinned is evicted."""
+        pinned = self._pins.pinned_rows().tolist()
+        num_pinned_blocks = len(np.unique(np.concatenate([[], *map(self._listed, pinned)])))
+        num_blocks = int((self._tables.block_owner == OWNER_CACHE).sum()) - num_pinned_blocks
+        return num_blocks, int((self._tables.slot_owner == OWNER_CACHE).sum()) - len(pinned)
+
     def evict_until(self, is_enough: Callable[[], bool]) -> int:
         """Evict entries that nobody has pinned, the least recently used first; returns how many."""
         if is_enough():

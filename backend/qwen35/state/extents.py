@@ -17,9 +17,9 @@ from qwen35.state.tables import EXTENT_CHANGING, EXTENT_HELD, FREE, OWNER_FREE, 
 class Need(Enum):
     """How much a holder needs what it asks for, and so what is done for it."""
 
-    SPARE = "spare"  # free ones only
-    RESERVE = "reserve"  # and cached ones that nobody uses
-    WISH = "wish"  # somebody waits: other holders, too, are asked for what lies idle with them
+    SPARE = "spare"  # free ones, as many as there are
+    RESERVE = "reserve"  # and cached ones that nobody uses, if all are to be had that way
+    WISH = "wish"  # somebody waits for all of them or none: the other holders are asked for what lies idle with them
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from qwen35.state.stats import Stats, check_integrity, collect
 from qwen35.state.tables import FREE, HOLDER_ACTIVE, HOLDER_DONE, OWNER_FREE
 
 LOCK_TIMEOUT_SECONDS = 2.0
-PRESSURE_SECONDS = 2.0
+PRESSURE_SECONDS = 2.0  # a holder's turn to get what others have idle
+PAUSE_SECONDS = 0.5  # before it may have the next one
 
 
 class Manager:
@@ -113,27 +114,26 @@ class Manager:
             return self._leases.cancel_all()
 
     def acquire(
-        self, holder: HolderRef, key: int, num_blocks: int, num_slots: int, need: Need = Need.WISH
+        self, holder: HolderRef, key: int, num_blocks: int, num_slots: int, need: Need = Need.RESERVE
     ) -> ExtentRef | None:
         """Up to so many blocks and slots; see `ExtentTable.acquire`. Where free ones fall short it reclaims from dead
-        holders, then evicts cached prefixes, then asks the living holders for idle extents, as far as ``need`` goes.
-
-        A second call with the same ``key`` gives the extent of the first."""
+        holders, then evicts cached prefixes if that suffices, then asks the living holders for idle extents, as far as
+        ``need`` goes. A second call with the same ``key`` gives the extent of the first."""
         with self._tables_locked() as now:
             self._require_holder(holder)
             known = self._extents.find(holder, key)
             if known is not None:
                 return known
 
-            def is_enough() -> bool:
-                return not self._falls_short(num_blocks, num_slots)
-
-            if not is_enough():
+            if self._falls_short(num_blocks, num_slots):
                 self._reclaim_from_dead()
-            if need is not Need.SPARE:
-                self._entries.evict_until(is_enough)
-            if need is Need.WISH and not is_enough():
-                self._tables.header["pressure_until"] = now + PRESSURE_SECONDS
+            if need is not Need.SPARE and not self._falls_short(num_blocks, num_slots, *self._entries.num_evictable()):
+                self._entries.evict_until(lambda: not self._falls_short(num_blocks, num_slots))
+            if need is Need.WISH:
+                if self._falls_short(num_blocks, num_slots):
+                    self._press(holder, now)
+                    return None
+                self._end_pressure(holder, now)
             return self._extents.acquire(holder, key, num_blocks, num_slots)
 
     def release(self, holder: HolderRef, extents: Sequence[ExtentRef]) -> int:
@@ -183,9 +183,22 @@ class Manager:
         if row is None or row["state"] != HOLDER_ACTIVE or row["generation"] != holder.generation:
             raise StateError(f"holder: expected a registered one, got row {holder.row}, generation {holder.generation}")
 
-    def _falls_short(self, num_blocks: int, num_slots: int) -> bool:
-        free_blocks = int((self._tables.block_owner == OWNER_FREE).sum())
-        return num_blocks > free_blocks or num_slots > int((self._tables.slot_owner == OWNER_FREE).sum())
+    def _falls_short(self, num_blocks: int, num_slots: int, num_more_blocks: int = 0, num_more_slots: int = 0) -> bool:
+        num_free_blocks = int((self._tables.block_owner == OWNER_FREE).sum()) + num_more_blocks
+        num_free_slots = int((self._tables.slot_owner == OWNER_FREE).sum()) + num_more_slots
+        return num_blocks > num_free_blocks or num_slots > num_free_slots
+
+    def _press(self, holder: HolderRef, now: float) -> None:
+        """It is one holder's turn at a time. Who has had one leaves the next to others for a moment."""
+        header = self._tables.header
+        is_again = header["pressure_holder"] == holder.row and now < header["pressure_until"] + PAUSE_SECONDS
+        if now >= header["pressure_until"] and not is_again:
+            header["pressure_holder"], header["pressure_until"] = holder.row, now + PRESSURE_SECONDS
+
+    def _end_pressure(self, holder: HolderRef, now: float) -> None:
+        header = self._tables.header
+        if header["pressure_holder"] == holder.row:
+            header["pressure_until"] = min(float(header["pressure_until"]), now)
 
     def _tidy_cache(self) -> None:
         """Pins of ended leases go, and the oldest entries while the cache is above its bound."""

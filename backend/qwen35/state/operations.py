@@ -109,7 +109,7 @@ class Operations:
 
     def _acquire(self, message: Message) -> dict[str, Any]:
         key, num_blocks, num_slots = (_integer(message, name) for name in ("key", "num_blocks", "num_slots"))
-        need = message.get("need", Need.WISH.value)
+        need = message.get("need", Need.RESERVE.value)
         if need not in [one.value for one in Need]:
             raise InvalidArgument.field("need", f"one of {', '.join(one.value for one in Need)}", need)
         extent = self._manager.acquire(_ref(HolderRef, message, "holder"), key, num_blocks, num_slots, Need(need))

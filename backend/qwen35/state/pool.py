@@ -10,84 +10,16 @@ import time
 from collections.abc import Callable, Iterable
 
 from qwen35.errors import StateError, Unavailable
-from qwen35.state.extents import Extent, Need
+from qwen35.state.extents import Need
+from qwen35.state.shelf import Shelf
 from qwen35.state.source import ExtentSource
 
 IDLE_SECONDS = 5.0
-WISH_SECONDS = 2.0  # a wish that nobody repeats any more is forgotten
 RETRY_SECONDS = 0.05  # between two questions to a source that has nothing
 
 
 class PoolExhausted(Unavailable):
     """The pool has not so many free blocks or slots now. It has asked for them: try again after `on_refill`."""
-
-
-class _Shelf:
-    """Items of one kind (blocks or slots) with the extents that they came in. Not thread-safe."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.extents: dict[int, Extent] = {}  # by generation, oldest first
-        self.free: dict[int, list[int]] = {}  # generation -> free items, the next one last
-        self.home: dict[int, int] = {}  # item -> generation of its extent
-        self.used: set[int] = set()
-        self.num_items: dict[int, int] = {}  # generation -> items, free and used
-        self.idle_since: dict[int, float] = {}
-
-    @property
-    def num_free(self) -> int:
-        return len(self.home) - len(self.used)
-
-    def add(self, extent: Extent, items: tuple[int, ...], now: float) -> None:
-        generation = extent.ref.generation
-        self.extents[generation] = extent
-        self.free[generation] = list(reversed(items))
-        self.num_items[generation] = len(items)
-        self.home.update(dict.fromkeys(items, generation))
-        self.idle_since[generation] = now
-
-    def take(self, count: int) -> list[int]:
-        """The oldest extents first, so that the youngest become idle."""
-        taken: list[int] = []
-        for generation, items in self.free.items():
-            while items and len(taken) < count:
-                taken.append(items.pop())
-                self.idle_since.pop(generation, None)
-        self.used.update(taken)
-        return taken
-
-    def put(self, items: list[int], now: float) -> None:
-        for item in items:
-            generation = self._stop_use(item)
-            self.free[generation].append(item)
-            self._note_idle(generation, now)
-
-    def transfer(self, items: Iterable[int], now: float) -> None:
-        """Used items that are not ours any more. An extent of which nothing is left is gone."""
-        for item in items:
-            generation = self._stop_use(item)
-            del self.home[item]
-            self.num_items[generation] -= 1
-            if self.num_items[generation] == 0:
-                del self.extents[generation], self.free[generation], self.num_items[generation]
-            else:
-                self._note_idle(generation, now)
-
-    def remove(self, generation: int) -> Extent:
-        for item in self.free.pop(generation):
-            del self.home[item]
-        del self.idle_since[generation], self.num_items[generation]
-        return self.extents.pop(generation)
-
-    def _stop_use(self, item: int) -> int:
-        if item not in self.used:
-            raise StateError(f"{self.kind} {item}: expected one that is in use, got one that is free or not ours")
-        self.used.remove(item)
-        return self.home[item]
-
-    def _note_idle(self, generation: int, now: float) -> None:
-        if len(self.free[generation]) == self.num_items[generation]:
-            self.idle_since[generation] = now
 
 
 class BlockPool:
@@ -111,11 +43,9 @@ class BlockPool:
         self.num_total_slots = num_total_slots
         self.on_refill = on_refill
         self._source = source
-        self._extent_blocks = extent_blocks or -(-num_total_blocks // 8)
-        self._extent_slots = extent_slots or -(-num_total_slots // 16)
         self._asks_at_once = asks_at_once
-        self._blocks, self._slots = _Shelf("block"), _Shelf("slot")
-        self._wishes = {"block": (0, 0.0), "slot": (0, 0.0)}  # how many somebody asked for in vain, and until when
+        self._blocks = Shelf("block", num_total_blocks, extent_blocks or -(-num_total_blocks // 8))
+        self._slots = Shelf("slot", num_total_slots, extent_slots or -(-num_total_slots // 16))
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._closing = threading.Event()
@@ -217,10 +147,11 @@ class BlockPool:
                                      f"{len(shelf.used)} != {len(shelf.home)}")  # fmt: skip
 
     def refill(self) -> bool:
-        """One round: grow to the reserve, give idle extents back, beat. True when the pool has grown."""
+        """One round: grow to the reserve and the wishes, give idle extents back, beat. True when the pool has grown."""
         self._empty = set()
-        has_grown = self._grow(self._blocks) | self._grow(self._slots)
-        self._give_back(self._source.is_under_pressure)
+        is_pressed = self._source.is_under_pressure
+        has_grown = self._grow(self._blocks, is_pressed) | self._grow(self._slots, is_pressed)
+        self._give_back(is_pressed)
         self._source.beat(self.num_used_blocks, self.num_used_slots)
         if has_grown and self.on_refill is not None:
             self.on_refill()
@@ -264,48 +195,47 @@ class BlockPool:
 
     def _ask(self, num_blocks: int, num_slots: int) -> bool:
         for shelf, count in ((self._blocks, num_blocks), (self._slots, num_slots)):
-            while count > shelf.num_free and self._grow_once(shelf, count - shelf.num_free, Need.WISH):
-                pass
+            self._grow_to(shelf, count, Need.WISH)
         return self.num_free_blocks >= num_blocks and self.num_free_slots >= num_slots
 
     def _want(self, num_blocks: int, num_slots: int) -> None:
-        until = time.monotonic() + WISH_SECONDS
-        self._wishes.update({k: (n, until) for k, n in (("block", num_blocks), ("slot", num_slots)) if n > 0})
+        for shelf, count in ((self._blocks, num_blocks), (self._slots, num_slots)):
+            if count > 0:
+                shelf.wish(count, time.monotonic())
         self._wake.set()
 
     def _is_low(self) -> bool:
-        return any(shelf.num_free < self._reserve(shelf) for shelf in (self._blocks, self._slots))
+        return any(shelf.num_free < shelf.reserve for shelf in (self._blocks, self._slots))
 
-    def _reserve(self, shelf: _Shelf) -> int:
-        """Free items to keep at hand: half an extent."""
-        return -(-(self._extent_blocks if shelf.kind == "block" else self._extent_slots) // 2)
+    def _grow(self, shelf: Shelf, is_pressed: bool) -> bool:
+        """Acquire extents until the reserve and every wish is met or the source has nothing. While another holder needs
+        much, only running sequences grow here: two that both gather blocks for what waits would wait for ever."""
+        with self._mutex:
+            small, large = (wish(time.monotonic()) for wish in (shelf.small_wish, shelf.large_wish))
+            need = Need.WISH if small > shelf.num_free else Need.RESERVE
+        has_grown = self._grow_to(shelf, small if is_pressed else max(small, shelf.reserve), need)
+        if large and not is_pressed:
+            has_grown |= self._acquire(shelf, large - shelf.num_free, Need.WISH)
+        with self._mutex:
+            shelf.forget_wishes()
+        return has_grown
 
-    def _target(self, shelf: _Shelf) -> int:
-        """The reserve, or more while somebody waits for more."""
-        num_wanted, until = self._wishes[shelf.kind]
-        return max(self._reserve(shelf), num_wanted if time.monotonic() < until else 0)
-
-    def _grow(self, shelf: _Shelf) -> bool:
-        """Acquire extents until the reserve and every wish is met or the source has nothing."""
+    def _grow_to(self, shelf: Shelf, num_free: int, need: Need) -> bool:
+        """Whole extents of what is free, but no more than is missing of what must be evicted."""
         has_grown = False
-        while True:
-            with self._mutex:
-                missing = self._target(shelf) - shelf.num_free
-                if missing <= 0:
-                    self._wishes[shelf.kind] = (0, 0.0)
-                    return has_grown
-                is_wish = self._target(shelf) > self._reserve(shelf)
-            if not self._grow_once(shelf, missing, Need.WISH if is_wish else Need.RESERVE):
+        while (missing := num_free - shelf.num_free) > 0:
+            whole = -(-missing // shelf.extent_items) * shelf.extent_items
+            if not self._acquire(shelf, whole, Need.SPARE) and not self._acquire(shelf, missing, need):
                 return has_grown
             has_grown = True
+        return has_grown
 
-    def _grow_once(self, shelf: _Shelf, num_missing: int, need: Need) -> bool:
-        """Acquire one extent: a whole one of what is free, but no more than is missing of what must be evicted."""
+    def _acquire(self, shelf: Shelf, count: int, need: Need) -> bool:
+        """One extent, unless none is wanted or the source has nothing."""
+        if count <= 0:
+            return False
         is_block = shelf.kind == "block"
-        unit = self._extent_blocks if is_block else self._extent_slots
-        extent = None
-        for count, how in ((-(-num_missing // unit) * unit, Need.SPARE), (num_missing, need)):
-            extent = extent or self._source.acquire(count if is_block else 0, 0 if is_block else count, how)
+        extent = self._source.acquire(count if is_block else 0, 0 if is_block else count, need)
         if extent is None:
             self._empty.add(shelf.kind)
             return False
@@ -315,13 +245,16 @@ class BlockPool:
         return True
 
     def _give_back(self, is_pressed: bool) -> None:
-        """Release extents that have been idle for a while (at once under pressure), but for the reserve."""
+        """Release extents that have been idle for a while, but for the reserve and the wishes; all that are idle at
+        once while another holder needs them."""
         now, extents = time.monotonic(), []
         with self._mutex:
             for shelf in (self._blocks, self._slots):
+                small, large = shelf.small_wish(now), shelf.large_wish(now)
+                kept = small if is_pressed else max(shelf.reserve, small, large)
                 for generation in list(reversed(shelf.idle_since)):
                     is_due = is_pressed or now - shelf.idle_since[generation] >= IDLE_SECONDS
-                    if is_due and shelf.num_free - shelf.num_items[generation] >= self._target(shelf):
+                    if is_due and shelf.num_free - shelf.num_items[generation] >= kept:
                         extents.append(shelf.remove(generation))
         if extents:
             self._source.release(extents)

@@ -49,7 +49,7 @@ class ManagerSource:
         self._key = next(self._keys)  # kept until an answer came: a repeated question gets the lost answer's extent
         self._mutex = threading.Lock()
 
-    def acquire(self, num_blocks: int, num_slots: int, need: Need = Need.WISH) -> Extent | None:
+    def acquire(self, num_blocks: int, num_slots: int, need: Need = Need.RESERVE) -> Extent | None:
         with self._mutex:
             ref = self._manager.acquire(self._holder.ref, self._key, num_blocks, num_slots, need)
             self._key = next(self._keys)
@@ -63,7 +63,8 @@ class ManagerSource:
 
     @property
     def is_under_pressure(self) -> bool:
-        return bool(self._owner.tables.header["pressure_until"] > self._clock())
+        header = self._owner.tables.header
+        return bool(header["pressure_until"] > self._clock() and header["pressure_holder"] != self._holder.ref.row)
 
 
 class RemoteManager:
@@ -99,7 +100,7 @@ class RemoteManager:
         return self._call({"operation": "close", "holder": asdict(holder), "leases": _dicts(leases)})["closed"]
 
     def acquire(
-        self, holder: HolderRef, key: int, num_blocks: int, num_slots: int, need: Need = Need.WISH
+        self, holder: HolderRef, key: int, num_blocks: int, num_slots: int, need: Need = Need.RESERVE
     ) -> ExtentRef | None:
         answer = self._call({"operation": "acquire", "holder": asdict(holder), "key": key, "need": need.value,
                              "num_blocks": num_blocks, "num_slots": num_slots})  # fmt: skip

@@ -28,7 +28,8 @@ HEADER = np.dtype(
         ("generation", "i8"),  # of the arena: nanoseconds since the epoch when it was created
         ("next_generation", "i8"),  # the last number given to an extent, lease, entry or use of an entry
         ("busy", "i8"),  # 1 while a manager changes the tables
-        ("pressure_until", "f8"),  # until then holders give idle extents back at once
+        ("pressure_holder", "i8"),  # row of the holder whose turn it is to get what it wishes for,
+        ("pressure_until", "f8"),  # and until when: the others give idle extents back at once
         ("num_expired_leases", "i8"),
         ("num_reclaimed_extents", "i8"),
         ("num_dead_holders", "i8"),
