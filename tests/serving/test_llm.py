@@ -10,8 +10,8 @@ import torch
 from qwen35.config import ModelConfig
 from qwen35.serving.options import RawRequest, resolve
 from qwen35.serving.process import settings_of
+from qwen35.serving.shared_state import contents_of
 from qwen35.state.arena import Arena
-from qwen35.state.fingerprint import fingerprint
 from qwen35.state.geometry import Geometry
 from qwen35.state.manager import Manager
 from qwen35.state.operations import Operations
@@ -74,7 +74,7 @@ def llm(monkeypatch, tmp_path):
     args = model_args("llm", **settings) | {"model_instance_name": "llm_0", "model_name": "llm"}
     resolved = settings_of(args)
     geometry = Geometry.derive(ModelConfig.from_directory(resolved.checkpoint), resolved)
-    arena = Arena.open(resolved.arena_name, geometry, fingerprint(tmp_path / "checkpoint"))
+    arena = Arena.open(resolved.arena_name, geometry, contents_of(resolved))
     manager = Manager(arena, unclaimed_lease_seconds=60.0)
     operations = Operations(manager)
     monkeypatch.setattr(fake_triton.InferenceRequest, "answer", staticmethod(operations.run))

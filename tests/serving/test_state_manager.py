@@ -10,9 +10,13 @@ from types import ModuleType
 import numpy as np
 import pytest
 
+from qwen35.serving.process import settings_of
 from qwen35.state.arena import Arena
+from qwen35.state.extents import ExtentRef, ExtentTable
 from qwen35.state.holder import Holder
 from qwen35.state.leases import Lease
+from qwen35.state.operations import publication_to_json
+from qwen35.state.prefix import PrefixHasher, PrefixReader, Publication
 from qwen35.state.segments import SHARED_MEMORY
 from tests.serving.fake_triton import Request, load_model, model_args, text
 
@@ -26,17 +30,21 @@ class Gauge:
         self.value = value
         self.num_calls += 1
 
+    def increment(self, value):
+        assert value > 0
+        self.set((self.value or 0) + value)
+
 
 class Family:
-    GAUGE = "gauge"
+    GAUGE, COUNTER = "gauge", "counter"
     gauges: dict[str, Gauge] = {}
 
     def __init__(self, name, description, kind):
-        assert kind == self.GAUGE and description
+        assert (kind == self.COUNTER) == name.endswith("_total") and description
         self.name = name
 
     def Metric(self, labels):
-        return self.gauges.setdefault(f"{self.name}.{labels['state']}", Gauge())
+        return self.gauges.setdefault(".".join([self.name, *labels.values()]), Gauge())
 
 
 class Served:
@@ -44,16 +52,20 @@ class Served:
 
     def __init__(self, module: ModuleType, name: str) -> None:
         self.module, self.name, self.control = module, name, []
-        Family.gauges = {}
         module.pb_utils.MetricFamily = Family
         module.pb_utils.unload_model = lambda model: self.control.append(("unload", model))
         module.pb_utils.load_model = lambda model: self.control.append(("load", model))
         self.model = self.start()
 
-    def start(self):
-        settings = {"arena_name": self.name, "checkpoint": CHECKPOINT, "kv_cache_bytes": 1 << 20}
+    def start(self, unclaimed_lease_seconds: float = 60.0):
+        Family.gauges = {}
+        options = {"arena_name": self.name, "checkpoint": CHECKPOINT, "kv_cache_bytes": 1 << 20}
+        args = model_args(
+            "state_manager", heartbeat_seconds=0.02, unclaimed_lease_seconds=unclaimed_lease_seconds, **options
+        )
+        self.settings = settings_of(args)
         model = self.module.TritonPythonModel()
-        model.initialize(model_args("state_manager", heartbeat_seconds=0.02, unclaimed_lease_seconds=0.1, **settings))
+        model.initialize(args)
         return model
 
     def infer(self, **inputs):
@@ -74,7 +86,7 @@ class Served:
         return Lease(**answer["lease"])
 
     def attach(self) -> Arena:
-        return Arena.open(self.name, self.model._arena.geometry, self.module.fingerprint(CHECKPOINT))
+        return Arena.open(self.name, self.model._arena.geometry, self.module.contents_of(self.settings))
 
     @property
     def files(self) -> list[Path]:
@@ -128,6 +140,8 @@ def test_a_fault_of_ours_shows_no_traceback(served, monkeypatch):
 
 
 def test_gauges_follow_the_tables(served):
+    served.model.finalize()
+    served.model = served.start(unclaimed_lease_seconds=0.5)
     served.open()
     assert wait_until(lambda: Family.gauges["qwen35_state_leases.open"].value == 1)
     assert wait_until(lambda: Family.gauges["qwen35_state_leases.open"].value == 0), "it expires unclaimed"
@@ -136,6 +150,40 @@ def test_gauges_follow_the_tables(served):
     assert (values["qwen35_state_blocks.free"], values["qwen35_state_slots.free"]) == (geometry.num_blocks, 16 + 16)
     assert Family.gauges["qwen35_state_blocks.free"].num_calls == 1, "a value that stays is not sent again"
     assert values["qwen35_state_blocks.held"] == values["qwen35_state_blocks.cached"] == 0
+
+
+def test_a_published_prefix_outlives_the_llm_and_is_counted(served):
+    arena = served.attach()
+    holder, lease = Holder.register(arena, "llm_0_0"), served.open()
+    served.operate("claim", holder=vars(holder.ref), leases=[vars(lease)])
+    extent = served.operate("acquire", holder=vars(holder.ref), key=1, num_blocks=2, num_slots=1)["result"]["extent"]
+    contents = ExtentTable(arena.tables).contents(ExtentRef(**extent))
+    hasher = PrefixHasher(range(20), block_tokens=16)
+    publication = Publication(
+        20, hasher.digest(20), contents.block_ids, hasher.block_keys(20), contents.slots[0], has_draft=True
+    )
+    message = {"lease": vars(lease), "publication": publication_to_json(publication)}
+    answer = served.operate("publish", holder=vars(holder.ref), **message)["result"]
+    assert answer["taken_blocks"] == list(contents.block_ids)
+    holder._lock.release()  # as the kernel does for a killed process
+    assert wait_until(lambda: served.operate("stats")["result"]["blocks"]["held"] == 0)
+    successor, lease = Holder.register(arena, "llm_0_0"), served.open()
+    candidates = PrefixReader(arena.tables).candidates(PrefixHasher(range(30), block_tokens=16), 30, needs_draft=True)
+    hit = served.operate(
+        "claim", holder=vars(successor.ref), leases=[vars(lease)], candidates=[[vars(entry) for entry in candidates]]
+    )
+    assert hit["result"] == {"claims": ["claimed"], "hits": [answer["entry"]]}
+    names = ("entries", "pins", "hits_total", "lookups_total", "hit_tokens_total", "published_total")
+    assert wait_until(
+        lambda: [Family.gauges[f"qwen35_prefix_cache_{name}"].value for name in names] == [1, 1, 1, 1, 20, 1]
+    )
+    geometry = arena.geometry
+    num_bytes = 2 * geometry.block_bytes + geometry.slot_bytes
+    assert Family.gauges["qwen35_prefix_cache_bytes"].value == num_bytes
+    assert Family.gauges["qwen35_state_blocks.cached"].value == 2
+    assert Family.gauges["qwen35_prefix_cache_evictions_total"].value is None
+    successor.close()
+    arena.close()
 
 
 def test_a_dead_llm_is_unloaded_and_loaded_again(served):

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from qwen35.config import ModelConfig
+from qwen35.devices import select_device
+from qwen35.kernels.identity import arithmetic_of
+from qwen35.kernels.select import select_ops
 from qwen35.settings import Settings
 from qwen35.state.arena import Arena
 from qwen35.state.fingerprint import fingerprint
@@ -39,7 +42,7 @@ class SharedState:
         """Create or attach, and register as a holder. ``call``: one operation of the state manager; not called yet."""
         geometry = Geometry.derive(config, settings)
         with ExitStack() as undo:
-            arena = Arena.open(settings.arena_name, geometry, fingerprint(Path(settings.checkpoint)))
+            arena = Arena.open(settings.arena_name, geometry, contents_of(settings))
             undo.callback(arena.close)
             holder = Holder.register(arena, instance)
             undo.pop_all()
@@ -55,3 +58,10 @@ class SharedState:
         """The manager takes back what is still ours; the last one out removes the arena."""
         self.holder.close()
         self.arena.close()
+
+
+def contents_of(settings: Settings) -> str:
+    """Fingerprint of what the models of one server put into their arena; each of them must come to the same."""
+    device = select_device(settings.device)
+    arithmetic = arithmetic_of(select_ops(settings, device), settings, device)
+    return fingerprint(Path(settings.checkpoint), arithmetic)

@@ -9,10 +9,11 @@ from pathlib import Path
 _CONTENTS = ("config.json", "hf_quant_config.json", "model.safetensors.index.json")  # small: read whole
 
 
-def fingerprint(checkpoint: Path) -> str:
-    """32 hex digits over the checkpoint's small JSON files, the names, sizes and times of its weight files, and the
-    versions of this package and torch. Reads no weights."""
-    digest = hashlib.blake2b(digest_size=16)
+def fingerprint(checkpoint: Path, arithmetic: str) -> str:
+    """32 hex digits over the checkpoint's small JSON files, the names, sizes and times of its weight files, the
+    versions of this package and torch, and ``arithmetic``: whatever else the bits of a pass depend on. Reads no
+    weights."""
+    digest = hashlib.blake2b(f"{arithmetic}\n".encode(), digest_size=16)
     for name in _CONTENTS:
         path = checkpoint / name
         digest.update(path.read_bytes() if path.is_file() else b"-")
