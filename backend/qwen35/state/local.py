@@ -51,7 +51,7 @@ class LocalState:
         clock: Clock = time.monotonic,
     ) -> None:
         self.geometry = geometry
-        owner = LocalTables(geometry)
+        self._owner = owner = LocalTables(geometry)
         self.manager = Manager(
             owner,
             unclaimed_lease_seconds=unclaimed_lease_seconds,
