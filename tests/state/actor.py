@@ -14,13 +14,19 @@ from typing import Any
 
 from qwen35.errors import Qwen35Error
 from qwen35.state.arena import Arena
+from qwen35.state.entries import EntryTable
 from qwen35.state.extents import ExtentRef, ExtentTable
 from qwen35.state.geometry import Geometry
 from qwen35.state.holder import Holder
 from qwen35.state.leases import Lease
 from qwen35.state.manager import Manager
+from qwen35.state.prefix import PrefixHasher, PrefixReader, Publication
 
 ROOT = Path(__file__).parents[2]
+
+
+def kill_process() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Commands:
@@ -45,6 +51,27 @@ class Commands:
     def claim(self, lease: dict) -> list[str]:
         return self.manager.claim(self.holder.ref, [Lease(**lease)])[0]
 
+    def publish(self, lease: dict, extent: dict, num_tokens: int) -> dict:
+        """A prefix of the tokens 0, 1, 2, … in the first blocks and slot of an extent."""
+        return asdict(self.manager.publish(self.holder.ref, Lease(**lease), self._publication(extent, num_tokens)))
+
+    def die_publishing(self, lease: dict, extent: dict, num_tokens: int, step: str) -> None:
+        """The manager, which lives in this process, is killed where it comes to a step of its work, with its lock."""
+        setattr(EntryTable, step, lambda *_: kill_process())
+        self.publish(lease, extent, num_tokens)
+
+    def find(self, num_tokens: int) -> list[dict]:
+        hasher = PrefixHasher(range(num_tokens), block_tokens=self.arena.geometry.block_tokens)
+        candidates = PrefixReader(self.arena.tables).candidates(hasher, num_tokens, needs_draft=True)
+        return [asdict(entry) for entry in candidates]
+
+    def _publication(self, extent: dict, num_tokens: int) -> Publication:
+        block_tokens = self.arena.geometry.block_tokens
+        hasher = PrefixHasher(range(num_tokens), block_tokens=block_tokens)
+        blocks = tuple(extent["block_ids"][: -(-num_tokens // block_tokens)])
+        digest, keys = hasher.digest(num_tokens), hasher.block_keys(num_tokens)
+        return Publication(num_tokens, digest, blocks, keys, extent["slots"][0], has_draft=True)
+
     def is_cancelled(self, lease: dict) -> bool:
         return self.holder.cancelled([Lease(**lease)])[0]
 
@@ -53,7 +80,7 @@ class Commands:
         with self.manager._tables_locked():
             self.arena.tables.extents[5] = (1, 999, self.holder.ref.row, self.holder.ref.generation, 77)
             self.arena.tables.block_owner[:3] = 6
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill_process()
 
     def fill_cache(self, value: int) -> int:
         """Write a number into the draft's keys of block 1; returns the bytes that were there."""

@@ -383,6 +383,40 @@ class TestProcesses:
         manager.check_integrity()
         assert len(manager.reap()) == 1
 
+    @pytest.mark.parametrize(("step", "num_cached"), [("_with_cached_ones", 0), ("_finish_publication", 3)])
+    def test_a_manager_killed_amid_a_publication_loses_no_block(
+        self, manager: Manager, llm: Actor, shared_directory: Path, actors: Actors, step: str, num_cached: int
+    ):
+        extent = llm.call("acquire", 1, 5, 2)
+        lease = asdict(manager.open("r", deadline=time.monotonic() + 60))
+        llm.call("claim", lease)
+        llm.tell("die_publishing", lease, extent, 10, step)
+        llm.process.wait()
+        manager.check_integrity()
+        assert len(manager.reap()) == 1
+        manager.check_integrity()
+        stats = manager.stats()
+        assert (stats.blocks.held, stats.prefix.num_pins) == (0, 0)
+        assert (stats.blocks.cached, stats.prefix.num_entries) == (num_cached, num_cached > 0)
+
+    def test_a_prefix_outlives_its_llm(
+        self, arena: Arena, manager: Manager, llm: Actor, shared_directory: Path, actors: Actors
+    ):
+        extent = llm.call("acquire", 1, 12, 2)
+        lease = asdict(manager.open("r", deadline=time.monotonic() + 60))
+        llm.call("claim", lease)
+        published = llm.call("publish", lease, extent, 10)
+        assert published["taken_blocks"] == extent["block_ids"][:3]
+        successor = self.start_llm(shared_directory, actors)
+        assert successor.call("find", 12) == [published["entry"]], "and other instances see it"
+        assert successor.call("acquire", 1, 4, 0) is None, "while it is in use it stays"
+        llm.signal(signal.SIGKILL)
+        assert len(successor.call("acquire", 2, 9, 0)["block_ids"]) == 9
+        assert successor.call("find", 12) == [published["entry"]]
+        assert len(successor.call("acquire", 3, 3, 0)["block_ids"]) == 3, "nobody uses it any more"
+        assert successor.call("find", 12) == [] and len(manager.reap()) == 1
+        manager.check_integrity()
+
     def test_a_stopped_manager_is_not_waited_for_for_ever(self, arena: Arena, manager: Manager):
         lock = arena.new_lock("manager")
         assert lock.try_acquire()

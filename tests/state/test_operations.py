@@ -10,8 +10,9 @@ from qwen35.state.holder import Holder
 from qwen35.state.leases import Lease
 from qwen35.state.local import LocalTables
 from qwen35.state.manager import Manager
-from qwen35.state.operations import Operations
+from qwen35.state.operations import Operations, publication_to_json
 from qwen35.state.pool import BlockPool
+from qwen35.state.prefix import EntryRef, PrefixHasher, PrefixReader, Publication, Published
 from qwen35.state.source import ManagerSource, RemoteManager
 from tests.state.tiny import tiny_geometry
 
@@ -97,6 +98,29 @@ def test_a_pool_over_a_far_manager():
     assert far.manager.stats().blocks.free == 12 and far.manager.stats().slots.free == 3
 
 
+def test_a_prefix_from_publication_to_hit():
+    far = Far()
+    source = ManagerSource(far.remote, far.owner, far.holder, clock)
+    extent, lease, other = source.acquire(3, 1), far.open(), far.open()
+    hasher = PrefixHasher(range(10), block_tokens=4)
+    publication = Publication(
+        10, hasher.digest(10), extent.block_ids, hasher.block_keys(10), extent.slots[0], has_draft=True
+    )
+    assert far.remote.publish(far.holder.ref, lease, publication) == Published(None, ()), "not claimed"
+    far.remote.claim(far.holder.ref, [lease])
+    published = far.remote.publish(far.holder.ref, lease, publication)
+    assert published.slot_taken and published.taken_blocks == extent.block_ids
+    entries = PrefixReader(far.owner.tables).candidates(hasher, 10, needs_draft=True)
+    gone = EntryRef(1, 1)
+    claims, hits = far.remote.claim(far.holder.ref, [lease, other], [None, [gone, *entries]])
+    assert (claims, hits) == (["claimed", "claimed"], [None, published.entry])
+    assert far.remote.unpin(far.holder.ref, lease, [published.entry, gone]) == 1
+    assert far.call({"operation": "stats"})["prefix"] | {"cached_bytes": 0} == {
+        "num_entries": 1, "num_pins": 1, "cached_bytes": 0, "num_lookups": 1, "num_hits": 1, "num_hit_tokens": 10,
+        "num_published": 1, "num_refused": 0, "num_evicted": 0,
+    }  # fmt: skip
+
+
 REF = {"row": 0, "generation": 1}
 
 
@@ -116,6 +140,10 @@ REF = {"row": 0, "generation": 1}
         ("claim", {"holder": REF | {"generation": 2**80}, "leases": []}, "generation: expected an integer of 64 bits"),
         ("close", {"leases": [True]}, "leases: expected an object with row and generation, got True"),
         ("acquire", {"holder": REF, "key": 1, "num_blocks": 1.5}, "num_blocks: expected an integer of 64 bits, got 1"),
+        ("acquire", {"holder": REF, "key": 1, "num_blocks": 1, "num_slots": 1, "need": "all"}, "need: expected one of"),
+        ("claim", {"holder": REF, "leases": [REF], "candidates": []}, "candidates: expected a list with one item for"),
+        ("claim", {"holder": REF, "leases": [REF], "candidates": [3]}, "candidates: expected a list of objects with"),
+        ("unpin", {"holder": REF, "lease": REF}, "entries: expected a list of objects with row and generation, got"),
         ("release", {"holder": REF, "extents": {}}, "extents: expected a list of objects with row"),
         ("acquire", {"holder": REF | {"row": 2}, "key": 1, "num_blocks": 1, "num_slots": 0}, "holder: expected"),
     ],
@@ -130,6 +158,41 @@ def test_bad_messages_name_the_field(operation: str, message: object, error: str
     assert isinstance(raised.value, InvalidArgument) or error.split(":")[0] in ("deadline", "holder")
     far.manager.check_integrity()
     assert far.manager.stats().num_open_leases == 0
+
+
+PUBLICATION = publication_to_json(
+    Publication(4, (1, 2), (0,), PrefixHasher(range(4), block_tokens=4).block_keys(4), 0, has_draft=False)
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        (None, "publication: expected an object, got None"),
+        ({"num_tokens": "4"}, "num_tokens: expected an integer of 64 bits, got '4'"),
+        ({"digest": 7}, "digest: expected a list of two integers, got 7"),
+        ({"digest": [1, 2.5]}, "digest: expected an integer of 64 bits, got 2.5"),
+        ({"block_ids": [0]}, "block_ids: expected text, got [0]"),
+        ({"block_ids": "AAA"}, "block_ids: expected base64, got 'AAA'"),
+        ({"block_ids": "é"}, "block_ids: expected base64, got 'é'"),
+        ({"block_ids": "AAAA"}, "block_ids: expected whole numbers or keys, got 3 bytes"),
+        ({"block_keys": "AAAAAAAAAAA="}, "block_keys: expected whole numbers or keys, got 8 bytes"),
+        ({"block_keys": ""}, "block_keys: expected shape (1, 2), got (0, 2)"),
+        ({"slot": None}, "slot: expected an integer of 64 bits, got None"),
+        ({"has_draft": 1}, "has_draft: expected true or false, got 1"),
+        ({"num_tokens": 2**62}, "num_tokens: expected 1 to 40, got 4611686018427387904"),
+    ],
+)
+def test_bad_publications_name_the_field(changes: dict | None, error: str):
+    far = Far()
+    lease = far.open()
+    far.remote.claim(far.holder.ref, [lease])
+    message = {"holder": vars(far.holder.ref), "lease": vars(lease)}
+    message |= {} if changes is None else {"publication": PUBLICATION | changes}
+    with pytest.raises(InvalidArgument) as raised:
+        far.operations.run("publish", message)
+    assert error in str(raised.value)
+    far.manager.check_integrity()
 
 
 def test_negative_counts_grant_nothing():

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from qwen35.errors import InvalidArgument, StateError
+from qwen35.state.extents import Need
+from qwen35.state.holder import Holder
 from qwen35.state.pool import PoolExhausted
 from qwen35.state.prefix import EntryRef, PrefixHasher, Publication, Published
 from tests.state.cached import Cached
@@ -278,6 +280,15 @@ class TestEviction:
         assert cached.manager.stats().blocks.cached == 4 and cached.pool.can_allocate(10)
         assert cached.manager.stats().blocks.cached == 2 and len(cached.find(TOKENS)) == 1
         cached.check()
+
+    def test_pins_of_the_dead_hold_nothing(self):
+        cached = Cached()
+        writer = cached.write(TOKENS)
+        cached.publish(writer, 20)
+        other = Holder.register(cached.state._owner, "other", lambda: cached.now)
+        cached.state.holder._lock.release()  # as the kernel does for a killed process
+        assert cached.manager.acquire(other.ref, 1, 12, 4, Need.WISH) is not None
+        cached.manager.check_integrity()
 
     def test_the_bound_in_bytes(self):
         geometry = Cached().state.geometry
