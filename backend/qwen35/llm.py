@@ -28,6 +28,7 @@ from qwen35.engine.request import Emission, Request, SamplingParams, TokenLogpro
 from qwen35.engine.session import Session
 from qwen35.engine.session_file import load_session, save_session
 from qwen35.errors import InvalidArgument
+from qwen35.kernels.identity import arithmetic_of
 from qwen35.kernels.select import select_ops
 from qwen35.nn.vision import VisionTower
 from qwen35.prompt.encoder import ImageEncoder
@@ -167,7 +168,7 @@ class LLM:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return fingerprint(Path(self.settings.checkpoint))
+        return fingerprint(Path(self.settings.checkpoint), arithmetic_of(self.settings, self._device))
 
     def close(self) -> None:
         """Gives the cache back; StateError when a block is still in use."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -23,10 +22,9 @@ from qwen35.serving.resolved import ResolvedRequest
 from qwen35.serving.responses import ResponseBuilder
 from qwen35.serving.service import Service
 from qwen35.serving.sessions import SessionStore
-from qwen35.serving.shared_state import SharedState
+from qwen35.serving.shared_state import SharedState, contents_of
 from qwen35.serving.tensors import TritonReply, log_fault, text_input, text_tensor, torch_input
 from qwen35.serving.ticket import Ticket, monotonic_of
-from qwen35.state.fingerprint import fingerprint
 from qwen35.state.leases import Lease
 
 STATE_MANAGER = "state_manager"
@@ -46,9 +44,7 @@ class TritonPythonModel:
         settings = settings_of(args)
         config = ModelConfig.from_directory(settings.checkpoint)
         self._settings = settings
-        self._sessions = SessionStore(
-            settings.session_directory, settings.session_bytes, fingerprint(Path(settings.checkpoint))
-        )
+        self._sessions = SessionStore(settings.session_directory, settings.session_bytes, contents_of(settings))
         self._state = SharedState.attach(settings, config, args["model_instance_name"], self._call_state_manager)
         try:
             if not self._state.holder.wait_for_predecessors(settings.request_timeout_seconds):

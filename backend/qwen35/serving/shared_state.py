@@ -12,7 +12,6 @@ from typing import Any
 from qwen35.config import ModelConfig
 from qwen35.devices import select_device
 from qwen35.kernels.identity import arithmetic_of
-from qwen35.kernels.select import select_ops
 from qwen35.settings import Settings
 from qwen35.state.arena import Arena
 from qwen35.state.fingerprint import fingerprint
@@ -62,6 +61,4 @@ class SharedState:
 
 def contents_of(settings: Settings) -> str:
     """Fingerprint of what the models of one server put into their arena; each of them must come to the same."""
-    device = select_device(settings.device)
-    arithmetic = arithmetic_of(select_ops(settings, device), settings, device)
-    return fingerprint(Path(settings.checkpoint), arithmetic)
+    return fingerprint(Path(settings.checkpoint), arithmetic_of(settings, select_device(settings.device)))
