@@ -28,12 +28,15 @@ import torch
 from torch import Tensor
 
 BLOCK_WIDTH = 16  # values of K that share one block scale
+PANEL_ROWS = 16  # output features that a CPU kernel computes at once
+INT8_MAX = 127.0
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_MIN_POSITIVE = 2.0**-9  # smallest subnormal
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Code 8 (negative zero) decodes to +0.0, as in ModelOpt, so that exact zeros have one bit pattern.
 E2M1_VALUES = _MAGNITUDES + (0.0,) + tuple(-magnitude for magnitude in _MAGNITUDES[1:])
+_INT8_MIN = 1e-30  # blocks below are taken as zero: 127 over their maximum might overflow
 # Bounds between neighbouring magnitudes. At an even position a tie goes down, at an odd one up: both to the even code.
 _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -146,7 +149,82 @@ class FP8Tensor:
         return FP8Tensor(self.weight[expert], _pick(self.weight_scale, expert), scale)
 
 
-LinearWeight: TypeAlias = Tensor | NVFP4Tensor | FP8Tensor
+@dataclass(frozen=True)
+class NVFP4Panels:
+    """An NVFP4 weight [N, K] or [E, N, K] in the order in which CPU kernels read it: panels of 16 output features, zeros
+    beyond N. One step of a kernel takes 16 features at 4 neighbours of K from one half of 64 code bytes.
+
+    codes        uint8         [..., N/16, K/16, 128]: [half][feature][4], byte i of half h holds k = 8h + i in its low
+                               and k = 8h + 4 + i in its high nibble
+    scales       float8_e4m3fn [..., N/16, K/16, 16]: one a feature
+    num_rows     N
+    global_scale, input_scale  as in `NVFP4Tensor`
+    """
+
+    codes: Tensor
+    scales: Tensor
+    num_rows: int
+    global_scale: Tensor
+    input_scale: Tensor | None = None
+
+    @classmethod
+    def empty(cls, shape: torch.Size | tuple[int, ...], global_scale: Tensor, input_scale: Tensor | None) -> NVFP4Panels:
+        """Unfilled panels for a weight of `shape` [..., N, K]."""
+        *lead, num_rows, width = shape
+        blocks = (*lead, -(-num_rows // PANEL_ROWS), width // BLOCK_WIDTH)
+        codes = torch.empty(*blocks, PANEL_ROWS * BLOCK_WIDTH // 2, dtype=torch.uint8)
+        scales = torch.empty(*blocks, PANEL_ROWS, dtype=torch.float8_e4m3fn)
+        return cls(codes, scales, num_rows, global_scale, input_scale)
+
+    @classmethod
+    def from_rows(cls, weight: NVFP4Tensor) -> NVFP4Panels:
+        """The same weight, laid out by torch."""
+        padding = (0, 0, 0, -weight.shape[-2] % PANEL_ROWS)
+        codes = torch.nn.functional.pad(unpack(weight.codes), padding)
+        codes = codes.unflatten(-1, (-1, 2, 2, 4)).unflatten(-5, (-1, PANEL_ROWS))  # [..., P, lane, block, half, nibble, 4]
+        codes = codes.movedim(-5, -3)  # [..., P, block, half, lane, nibble, 4]
+        codes = (codes[..., 0, :] | codes[..., 1, :] << 4).flatten(-3).contiguous()  # [..., P, block, 128]
+        scales = torch.nn.functional.pad(weight.scales.view(torch.uint8), padding).unflatten(-2, (-1, PANEL_ROWS)).mT
+        scales = scales.contiguous().view(torch.float8_e4m3fn)  # [..., P, block, 16]
+        return cls(codes, scales, weight.shape[-2], weight.global_scale, weight.input_scale)
+
+    def to_rows(self) -> NVFP4Tensor:
+        """The same weight as a checkpoint holds it."""
+        halves = self.codes.unflatten(-1, (2, PANEL_ROWS, 4))  # [..., P, block, half, lane, 4]
+        codes = torch.stack((halves & 0x0F, halves >> 4), -2).movedim(-3, -5)  # [..., P, lane, block, half, nibble, 4]
+        codes = codes.flatten(-4).flatten(-3, -2)[..., : self.num_rows, :]  # [..., N, K]
+        scales = self.scales.view(torch.uint8).mT.flatten(-3, -2)[..., : self.num_rows, :]  # [..., N, K/16]
+        scales = scales.contiguous().view(torch.float8_e4m3fn)
+        return NVFP4Tensor(_pack(codes), scales, self.global_scale, self.input_scale)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the weight it stands for: [..., N, K]."""
+        *lead, _, num_blocks, _ = self.codes.shape
+        return torch.Size((*lead, self.num_rows, num_blocks * BLOCK_WIDTH))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_num_bytes(part) for part in (self.codes, self.scales, self.global_scale, self.input_scale))
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def __getitem__(self, expert: int) -> NVFP4Panels:
+        """One matrix of a stack: [E, N, K] -> [N, K]."""
+        if self.codes.ndim < 4:
+            raise IndexError(f"NVFP4 weight {tuple(self.shape)} is no stack: expected [E, N, K]")
+        return NVFP4Panels(
+            self.codes[expert],
+            self.scales[expert],
+            self.num_rows,
+            _pick(self.global_scale, expert),
+            None if self.input_scale is None else _pick(self.input_scale, expert),
+        )
+
+
+LinearWeight: TypeAlias = Tensor | NVFP4Tensor | NVFP4Panels | FP8Tensor
 
 
 def num_bytes(weight: LinearWeight) -> int:
@@ -205,8 +283,21 @@ def fake_quantize_activation_fp8(x: Tensor, input_scale: Tensor, dtype: torch.dt
     return (scaled.float() * input_scale).to(dtype or x.dtype)
 
 
+def fake_quantize_activation_int8(x: Tensor) -> Tensor:
+    """x [..., K] rounded to 255 levels in each block of 16 along K, symmetric: the scale is the block's absolute maximum
+    over 127, below 1e-30 the block is zero. A last block may be shorter."""
+    *lead, width = x.shape
+    blocks = torch.nn.functional.pad(x.float(), (0, -width % BLOCK_WIDTH)).unflatten(-1, (-1, BLOCK_WIDTH))
+    amax = blocks.abs().amax(-1, keepdim=True)  # [..., K/16, 1]
+    inverse = torch.where(amax < _INT8_MIN, 0.0, INT8_MAX / amax)
+    rounded = (blocks * inverse).round() * torch.where(amax < _INT8_MIN, 0.0, amax / INT8_MAX)
+    return rounded.flatten(-2)[..., :width].to(x.dtype)
+
+
 def dequantize(weight: LinearWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight [..., N, K] in `dtype`. In float32 an NVFP4 weight equals ModelOpt's dequantisation bit for bit."""
+    if isinstance(weight, NVFP4Panels):
+        weight = weight.to_rows()
     if isinstance(weight, NVFP4Tensor):
         return _decode(unpack(weight.codes), weight.scales, weight.global_scale, dtype)
     if isinstance(weight, FP8Tensor):

@@ -34,7 +34,7 @@ def test_bfloat16_is_rounded_once():
 def test_activations_quantized_with_the_static_scale():
     weight, x = packed("nvfp4", 40, 64), torch.randn(3, 64)
     expected = fake_quantize_activation(x, weight.input_scale) @ dequantize(weight).t()
-    got = ReferenceOps(quantize_inputs=True).linear(x, weight)
+    got = ReferenceOps(activations="nvfp4").linear(x, weight)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
     assert (got - ReferenceOps().linear(x, weight)).abs().max() > 1e-2
 

@@ -54,9 +54,9 @@ def test_experts_with_their_own_input_scales():
     weights = [type(w)(w.codes, w.scales, w.global_scale, scales) for w in weights]
     x = torch.randn(6, HIDDEN)
     ids, shares = torch.arange(6).unsqueeze(1), torch.ones(6, 1)
-    got = ReferenceOps(quantize_inputs=True).moe_experts(x, ids, shares, *weights)
+    got = ReferenceOps(activations="nvfp4").moe_experts(x, ids, shares, *weights)
     for token in range(6):
-        ops = ReferenceOps(quantize_inputs=True)
+        ops = ReferenceOps(activations="nvfp4")
         gate, up, down = (weight[token] for weight in weights)
         row = x[token : token + 1]
         expected = ops.linear(ops.silu_mul(ops.linear(row, gate), ops.linear(row, up)), down)

@@ -55,7 +55,7 @@ def test_linear(kind, width, num_rows, dtype):
 
 
 def test_linear_with_quantized_inputs():
-    ops = ReferenceOps(quantize_inputs=True)
+    ops = ReferenceOps(activations="nvfp4")
     weight = weight_of("nvfp4", 96, 64, torch.float32)
     assert_invariant(lambda x: ops.linear(x, weight), torch.randn(64))
 

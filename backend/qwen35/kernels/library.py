@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from qwen35.nvfp4 import FP8Tensor, LinearWeight, NVFP4Tensor
+from qwen35.nvfp4 import FP8Tensor, LinearWeight, NVFP4Panels, NVFP4Tensor
 from qwen35.views import BatchView, CacheView, GatedDeltaView, KVView
 
 _VIEWS = (BatchView, KVView, GatedDeltaView, CacheView)
@@ -59,6 +59,8 @@ def _find(name: str):
 
 def _parts(weight: LinearWeight) -> list[Tensor]:
     """Tensors of a weight; their number and types tell its kind."""
+    if isinstance(weight, NVFP4Panels):
+        weight = weight.to_rows()
     if isinstance(weight, NVFP4Tensor):
         parts = [weight.codes, weight.scales, weight.global_scale, weight.input_scale]
     elif isinstance(weight, FP8Tensor):

@@ -31,6 +31,12 @@ class Ops(Protocol):
     """One implementation of the model's arithmetic. Methods return new tensors and write only into cache views."""
 
     row_scan: RowScan | None  # for the sampler, which does without where there is none
+    identity: str  # of the arithmetic: implementation, instruction set, activations; what a cache holds depends on it
+
+    def lay_out(self, weight: LinearWeight) -> LinearWeight:
+        """The weight in the order in which this implementation reads it; every operation takes both. Whoever keeps only
+        the result saves the operations a second copy."""
+        ...
 
     def linear(
         self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None

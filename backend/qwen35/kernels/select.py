@@ -13,6 +13,8 @@ from qwen35.kernels.ops import Ops
 from qwen35.kernels.reference import ReferenceOps
 from qwen35.settings import Settings
 
+DEFAULT_ACTIVATIONS = "int8"  # of native kernels, for `auto`; perf/ARITHMETIC.md has the measurement behind it
+
 
 def select_ops(settings: Settings, device: torch.device | str) -> Ops:
     """Operations for `settings.kernels` on `device`; the reference runs on every device of torch.
@@ -23,17 +25,18 @@ def select_ops(settings: Settings, device: torch.device | str) -> Ops:
     """
     device = torch.device(device)  # an unknown device is an error here, not at the first layer
     torch.set_num_threads(settings.num_threads)
-    quantize_inputs = settings.activations == "nvfp4"
+    activations = settings.activations
     fits = device.type == "cpu" and settings.dtype in ("auto", "bfloat16")
     if settings.kernels == "cpu" and device.type != "cpu":
         raise ConfigError(f"kernels: expected auto or reference on device {device}, got cpu")
     if settings.kernels == "reference" or (settings.kernels == "auto" and not fits):
-        return ReferenceOps(quantize_inputs=quantize_inputs)
+        return ReferenceOps(activations="dense" if activations == "auto" else activations)
+    activations = DEFAULT_ACTIVATIONS if activations == "auto" else activations
     try:
-        return CpuOps(settings.num_threads, quantize_inputs)
+        return CpuOps(settings.num_threads, activations)
     except OSError as error:
         remedy = "run python -m build.native"
         if settings.kernels == "cpu":
             raise ConfigError(f"kernels: expected the native library, got {error}; {remedy}") from error
         warnings.warn(f"no native kernels at {find_library()} ({error}), torch serves instead; {remedy}", stacklevel=2)
-        return ReferenceOps(quantize_inputs=quantize_inputs)
+        return ReferenceOps(activations="dense" if settings.activations == "auto" else activations)

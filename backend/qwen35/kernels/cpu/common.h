@@ -10,14 +10,20 @@ using bf16 = uint16_t;  // bits of a bfloat16
 
 enum WeightKind : int64_t { kDense = 0, kNVFP4 = 1, kFP8 = 2 };
 
-// A weight [E, N, K] (E = 1 for a plain matrix) in its checkpoint's layout; see qwen35/nvfp4.py.
+// What the activations of an NVFP4 weight are rounded to before the product; dense and FP8 weights take bf16.
+enum Arithmetic : int64_t { kBF16 = 0, kInt8 = 1, kFP4 = 2 };
+
+// A weight [E, N, K] (E = 1 for a plain matrix): dense and FP8 in the checkpoint's layout, NVFP4 in panels of 16 output
+// features (P = ceil(N / 16)), see qwen35/nvfp4.py: NVFP4Panels.
 struct Weight {
   int64_t kind;
-  const void* values;      // bf16 [E, N, K]; NVFP4 codes [E, N, K/2]; E4M3 [E, N, K]
-  const uint8_t* scales;   // NVFP4: E4M3 [E, N, K/16]
-  const float* factor;     // NVFP4 global scale or FP8 scale: [E] or one
-  int64_t factor_stride;   // 0: one factor for all experts
+  const void* values;        // bf16 [E, N, K]; NVFP4 codes [E, P, K/16, 128]; E4M3 [E, N, K]
+  const uint8_t* scales;     // NVFP4: positive E4M3 [E, P, K/16, 16]
+  const float* factor;       // NVFP4 global scale or FP8 scale: [E] or one
+  const float* input_scale;  // of kFP4 activations: [E] or one
+  int64_t factor_stride, input_stride;  // 0: one for all experts
   int64_t num_experts, num_rows, width;
+  int64_t arithmetic;
 };
 
 // Half-open token range start:stop of one sequence, as qwen35/views.py: BatchView.
@@ -85,6 +91,7 @@ struct Kernels {
 extern const Kernels kernels_portable;
 extern const Kernels kernels_avx2;
 extern const Kernels kernels_avx512;
+extern const Kernels kernels_amx;
 
 // Calls fn(context, i) for each i < count, on the pool's threads; results must not depend on who calls what.
 void parallel(int64_t count, void (*fn)(void*, int64_t), void* context);
@@ -92,8 +99,6 @@ void parallel(int64_t count, void (*fn)(void*, int64_t), void* context);
 // Memory of this thread, 64-byte aligned, kept; `which` < 4 tells buffers in use at the same time apart.
 void* scratch(int which, size_t num_bytes);
 
-// bf16 products of every E4M3 scale with every E2M1 code, all exact: [256][16]; and E4M3 itself: [256].
-extern uint16_t e2m1_products[256][16];  // aligned to 64
-extern uint16_t e4m3_values[256];
+extern uint16_t e4m3_values[256];  // bf16 bits
 
 }  // namespace qwen35

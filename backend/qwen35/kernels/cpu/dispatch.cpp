@@ -1,12 +1,18 @@
 // Chooses the instruction set once and exports the C interface that qwen35/kernels/cpu/library.py loads.
 #include <cmath>
 #include <cstring>
+#ifdef QWEN35_X86
+#include <cpuid.h>
+#endif
+#ifdef __linux__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #include "common.h"
 
 namespace qwen35 {
 
-alignas(64) uint16_t e2m1_products[256][16];
 uint16_t e4m3_values[256];
 
 namespace {
@@ -27,30 +33,84 @@ uint16_t exact_bf16(float value) {  // every value passed here has at most 8 sig
 }
 
 void fill_tables() {
-  const float magnitudes[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
-  for (int scale = 0; scale < 256; ++scale) {
-    e4m3_values[scale] = exact_bf16(e4m3(scale));
-    for (int code = 0; code < 16; ++code) {
-      float value = (code & 8 && code & 7 ? -1.0f : 1.0f) * magnitudes[code & 7];
-      e2m1_products[scale][code] = exact_bf16(value * e4m3(scale));
-    }
-  }
+  for (int bits = 0; bits < 256; ++bits) e4m3_values[bits] = exact_bf16(e4m3(bits));
 }
 
+#ifdef QWEN35_X86
+// Tiles must be asked for: the kernel grows the threads' register areas only then.
+bool has_tiles() {
+  unsigned int a, b, c, d;
+  const unsigned int bf16_tiles = 1u << 22, tiles = 1u << 24, int8_tiles = 1u << 25;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (bf16_tiles | tiles | int8_tiles)) != (bf16_tiles | tiles | int8_tiles))
+    return false;
+#ifdef __linux__
+  const long request_permission = 0x1023, tile_data = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 bool supports(const char* name) {
+#ifdef QWEN35_X86
+  if (!std::strcmp(name, "amx")) return supports("avx512") && has_tiles();
   if (!std::strcmp(name, "avx512"))
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
-  if (!std::strcmp(name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+           __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") &&
+           __builtin_cpu_supports("avx512vbmi");
+  if (!std::strcmp(name, "avx2"))
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#endif
   return !std::strcmp(name, "portable");
 }
 
 const Kernels* const all[] = {
 #ifdef QWEN35_X86
-    &kernels_avx512, &kernels_avx2,
+    &kernels_amx, &kernels_avx512, &kernels_avx2,
 #endif
     &kernels_portable};
+
+// Four bytes of neighbouring codes n0..n7 -> n0 | n4, n1 | n5, n2 | n6, n3 | n7, low nibble first.
+uint32_t pair_far(uint32_t codes) {
+  auto spread = [](uint32_t half) {
+    half = (half | half << 8) & 0x00FF00FF;
+    return (half | half << 4) & 0x0F0F0F0F;
+  };
+  return spread(codes & 0xFFFF) | spread(codes >> 16) << 4;
+}
+
+struct Layout {
+  const uint8_t* from;
+  uint8_t* to;
+  int64_t num_rows, num_blocks;
+};
+
+void lay_out_codes(void* argument, int64_t panel) {
+  const Layout& a = *static_cast<Layout*>(argument);
+  uint8_t* to = a.to + panel * a.num_blocks * 128;
+  for (int64_t lane = 0; lane < 16; ++lane) {
+    const uint8_t* row = a.from + (panel * 16 + lane) * a.num_blocks * 8;
+    bool is_there = panel * 16 + lane < a.num_rows;
+    for (int64_t half = 0; half < 2 * a.num_blocks; ++half) {
+      uint32_t codes = 0;
+      if (is_there) std::memcpy(&codes, row + 4 * half, 4);
+      codes = pair_far(codes);
+      std::memcpy(to + half * 64 + lane * 4, &codes, 4);
+    }
+  }
+}
+
+void lay_out_scales(void* argument, int64_t panel) {
+  const Layout& a = *static_cast<Layout*>(argument);
+  uint8_t* to = a.to + panel * a.num_blocks * 16;
+  for (int64_t lane = 0; lane < 16; ++lane)
+    for (int64_t block = 0; block < a.num_blocks; ++block) {
+      bool is_there = panel * 16 + lane < a.num_rows;
+      to[block * 16 + lane] = is_there ? a.from[(panel * 16 + lane) * a.num_blocks + block] : 0;
+    }
+}
 
 }  // namespace
 }  // namespace qwen35
@@ -69,6 +129,19 @@ const char* qwen35_select(const char* name) {
     }
   }
   return nullptr;
+}
+
+const char* qwen35_instruction_set() { return chosen->name; }
+
+// Rows of an NVFP4 matrix -> panels (qwen35/nvfp4.py: NVFP4Panels): codes [N, K/2] -> [P, K/16, 128] and scales
+// [N, K/16] -> [P, K/16, 16], each alone, as they come from disk. `from` and `to` must not overlap.
+void qwen35_lay_out_codes(const uint8_t* from, uint8_t* to, int64_t num_rows, int64_t width) {
+  Layout layout{from, to, num_rows, width / 16};
+  parallel((num_rows + 15) / 16, lay_out_codes, &layout);
+}
+void qwen35_lay_out_scales(const uint8_t* from, uint8_t* to, int64_t num_rows, int64_t width) {
+  Layout layout{from, to, num_rows, width / 16};
+  parallel((num_rows + 15) / 16, lay_out_scales, &layout);
 }
 
 void qwen35_linear(const Weight* w, const bf16* x, const float* bias, void* out, int64_t rows, int64_t is_float) {

@@ -11,7 +11,7 @@ from pathlib import Path
 from qwen35.kernels.cpu.recipe import library_path
 
 LIBRARY_VARIABLE = "QWEN35_NATIVE_LIBRARY"  # another build of the same sources, as one with sanitizers
-ISA_VARIABLE = "QWEN35_NATIVE_ISA"  # avx512, avx2 or portable; unset: the best that this CPU has
+ISA_VARIABLE = "QWEN35_NATIVE_ISA"  # amx, avx512, avx2 or portable; unset: the best that this CPU has
 
 
 def _record(*fields: tuple[str, type]) -> type[ctypes.Structure]:
@@ -24,8 +24,8 @@ def _all(kind: type, names: str) -> list[tuple[str, type]]:
 
 Weight = _record(
     ("kind", c_int64),
-    *_all(c_void_p, "values scales factor"),
-    *_all(c_int64, "factor_stride num_experts num_rows width"),
+    *_all(c_void_p, "values scales factor input_scale"),
+    *_all(c_int64, "factor_stride input_stride num_experts num_rows width arithmetic"),
 )
 Attention = _record(
     *_all(c_void_p, "query key value keys values block_table sequences out"),
@@ -43,6 +43,8 @@ RowRecord = _record(
 
 _SIGNATURES = {
     "qwen35_set_num_threads": (c_int64,),
+    "qwen35_lay_out_codes": (c_void_p, c_void_p, c_int64, c_int64),
+    "qwen35_lay_out_scales": (c_void_p, c_void_p, c_int64, c_int64),
     "qwen35_linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64),
     "qwen35_experts": (c_void_p,),
     "qwen35_choose": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
@@ -76,6 +78,7 @@ def load_library(path: Path) -> ctypes.CDLL:
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
     library.qwen35_select.argtypes, library.qwen35_select.restype = (c_char_p,), c_char_p
+    library.qwen35_instruction_set.argtypes, library.qwen35_instruction_set.restype = (), c_char_p
     wanted = os.environ.get(ISA_VARIABLE, "")
     if library.qwen35_select(wanted.encode()) is None:
         raise OSError(f"{ISA_VARIABLE}: expected an instruction set of this CPU, got {wanted!r}")

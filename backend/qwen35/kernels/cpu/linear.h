@@ -1,36 +1,42 @@
-// Linear layers: work items are blocks of output features, so that weights are read once and threads never share a row.
+// Linear layers: work items are panels of 16 output features, so that weights are read once and threads share no output.
 #pragma once
 #include "products.h"
 
 namespace qwen35 {
 namespace QWEN35_ISA {
 
-INLINE bf16 round_bf16(float value) {
-  bf16 out[16];
-  store_bf16(out, set1(value));
-  return out[0];
+// A panel's results for row m -> out[m, 16 * panel:], times the factor, plus the bias.
+INLINE void store_outputs(const Weight& w, int64_t panel, const float* bias, void* out, int64_t out_is_float, int64_t m,
+                          F16 sums, float factor) {
+  const int64_t first = 16 * panel, left = w.num_rows - first, at = m * w.num_rows + first;
+  F16 values = mul(sums, set1(factor));
+  if (bias) values = add(values, load_at(bias + first, left));
+  if (out_is_float) store_at(static_cast<float*>(out) + at, values, left);
+  else store_bf16_at(static_cast<bf16*>(out) + at, values, left);
 }
 
 static void linear(const Weight* weight, const bf16* x, const float* bias, void* out, int64_t num_rows,
                    int64_t out_is_float) {
   const Weight& w = *weight;
-  const bf16** rows = static_cast<const bf16**>(scratch(1, num_rows * sizeof(bf16*)));
-  for (int64_t m = 0; m < num_rows; ++m) rows[m] = x + m * w.width;
-  float factor = factor_of(w, 0);
+  if (!num_rows) return;
+  auto* rows = static_cast<uint8_t*>(scratch(1, prepared_bytes(w, num_rows)));
+  put_zeros(w, num_rows, rows);
+  auto put_part = [&](int64_t part) {
+    for (int64_t m = 16 * part; m < num_rows && m < 16 * part + 16; ++m)
+      put_row(w, 0, num_rows, m, x + m * w.width, rows);
+  };
+  for_each((num_rows + 15) / 16, put_part);
+  const float factor = factor_of(w, 0);
+  const int64_t panels = num_panels(w), step = num_rows <= 8 && panels >= 64 ? 4 : 1;
   auto item = [&](int64_t index) {
-    int64_t first = index * kBlockRows, count = w.num_rows - first < kBlockRows ? w.num_rows - first : kBlockRows;
-    float* sums = static_cast<float*>(scratch(2, num_rows * kBlockRows * 4));
-    block(rows, num_rows, w, 0, first, count, sums, kBlockRows);
-    for (int64_t m = 0; m < num_rows; ++m) {
-      float values[kBlockRows] = {};
-      for (int64_t n = 0; n < count; ++n)
-        values[n] = sums[m * kBlockRows + n] * factor + (bias ? bias[first + n] : 0.0f);
-      int64_t at = m * w.num_rows + first;
-      if (out_is_float) std::memcpy(static_cast<float*>(out) + at, values, count * 4);
-      else store_bf16_at(static_cast<bf16*>(out) + at, load(values), count);
+    auto* sums = static_cast<float*>(scratch(2, padded_rows(num_rows) * 64));
+    for (int64_t panel = step * index; panel < panels && panel < step * index + step; ++panel) {
+      product(w, 0, panel, rows, num_rows, sums);
+      for (int64_t m = 0; m < num_rows; ++m)
+        store_outputs(w, panel, bias, out, out_is_float, m, load(sums + 16 * m), factor);
     }
   };
-  for_each((w.num_rows + kBlockRows - 1) / kBlockRows, item);
+  for_each((panels + step - 1) / step, item);
 }
 
 }  // namespace QWEN35_ISA

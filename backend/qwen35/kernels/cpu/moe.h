@@ -1,17 +1,18 @@
 // Router and routed experts. Letters: T tokens, k experts a token, H hidden, I expert width.
 //
-// Rows are grouped by expert; gate, up and activation are one pass, down the next, and a token's results are added in
-// ascending expert id, the order in which `choose` leaves them.
+// Rows are grouped by expert. One pass makes gate, up and their activation, a panel of the expert width at a time, and
+// puts it where the next pass reads it; that one makes a panel of H for all experts, adding a token's in ascending id,
+// the order in which `choose` leaves them.
 #pragma once
 #include "linear.h"
 
 namespace qwen35 {
 namespace QWEN35_ISA {
 
-static_assert(kBlockRows == 16, "one vector of sums");
-
+// Rows first:first + count of the sorted choices; `rows`, `up_rows` and `inner`: where their activations lie.
 struct Group {
-  int64_t expert, first, count;  // rows first:first + count of the sorted choices
+  int64_t expert, first, count;
+  uint8_t *rows, *up_rows, *inner;
 };
 
 // Choices (token * k + rank) sorted by expert, and the groups; returns their number.
@@ -21,7 +22,7 @@ static int64_t group_by_expert(const Experts& a, int64_t num_experts, int64_t* s
   for (int64_t i = 0; i < num_choices; ++i) ++starts[a.ids[i]];
   for (int64_t e = 0; e < num_experts; ++e) {
     int64_t count = starts[e];
-    if (count) groups[num_groups++] = {e, first, count};
+    if (count) groups[num_groups++] = {e, first, count, nullptr, nullptr, nullptr};
     starts[e] = first;
     first += count;
   }
@@ -29,69 +30,108 @@ static int64_t group_by_expert(const Experts& a, int64_t num_experts, int64_t* s
   return num_groups;
 }
 
-// silu(gate) * up of one block of expert width for all rows of a group.
-static void gate_and_up(const Experts& a, const Group& group, const bf16* const* rows, int64_t first, bf16* inner) {
-  int64_t width = a.gate->num_rows, count = width - first < kBlockRows ? width - first : kBlockRows;
-  float* gates = static_cast<float*>(scratch(2, 2 * group.count * kBlockRows * 4 + 128));
-  float* ups = gates + group.count * kBlockRows;
-  block(rows, group.count, *a.gate, group.expert, first, count, gates, kBlockRows);
-  block(rows, group.count, *a.up, group.expert, first, count, ups, kBlockRows);
-  F16 gate_factor = set1(factor_of(*a.gate, group.expert)), up_factor = set1(factor_of(*a.up, group.expert));
-  for (int64_t m = 0; m < group.count; ++m) {
-    F16 gate = mul(load_at(gates + m * kBlockRows, count), gate_factor);
-    F16 up = mul(load_at(ups + m * kBlockRows, count), up_factor);
-    store_bf16_at(inner + m * width + first, mul(silu(gate), up), count);
+// Whether up reads what was prepared for gate: not with FP4, whose scale belongs to the weight.
+INLINE bool shares_rows(const Experts& a) {
+  return a.gate->kind == a.up->kind && a.gate->arithmetic == a.up->arithmetic && a.gate->arithmetic != kFP4;
+}
+
+static size_t group_bytes(const Experts& a, int64_t count) {
+  size_t num_bytes = prepared_bytes(*a.gate, count) + prepared_bytes(*a.down, count);
+  return shares_rows(a) ? num_bytes : num_bytes + prepared_bytes(*a.up, count);
+}
+
+static void place_groups(const Experts& a, Group* groups, int64_t num_groups) {
+  size_t total = 0;
+  for (int64_t i = 0; i < num_groups; ++i) total += group_bytes(a, groups[i].count);
+  auto* at = static_cast<uint8_t*>(scratch(3, total));
+  for (int64_t i = 0; i < num_groups; ++i) {
+    Group& group = groups[i];
+    group.rows = group.up_rows = at;
+    if (!shares_rows(a)) group.up_rows = at + prepared_bytes(*a.gate, group.count);
+    group.inner = group.up_rows + prepared_bytes(*a.up, group.count);
+    at += group_bytes(a, group.count);
   }
 }
 
-static void add_experts(const Experts& a, const float* results, int64_t token) {
-  int64_t hidden = a.down->num_rows;
-  for (int64_t h = 0; h < hidden; h += 16) {
-    F16 total = zero();
-    for (int64_t rank = 0; rank < a.top; ++rank) {
-      int64_t choice = token * a.top + rank;
-      total = fma(load_at(results + choice * hidden + h, hidden - h), set1(a.shares[choice]), total);
-    }
-    store_bf16_at(a.out + token * hidden + h, total, hidden - h);
+static void prepare_group(const Experts& a, const Group& group, const int64_t* sorted) {
+  put_zeros(*a.gate, group.count, group.rows);
+  put_zeros(*a.down, group.count, group.inner);
+  if (!shares_rows(a)) put_zeros(*a.up, group.count, group.up_rows);
+  for (int64_t m = 0; m < group.count; ++m) {
+    const bf16* row = a.x + sorted[group.first + m] / a.top * a.gate->width;
+    put_row(*a.gate, group.expert, group.count, m, row, group.rows);
+    if (!shares_rows(a)) put_row(*a.up, group.expert, group.count, m, row, group.up_rows);
   }
+}
+
+// One token's row is the same for all of its experts, but for FP4.
+static void prepare_groups(const Experts& a, Group* groups, int64_t num_groups, const int64_t* sorted) {
+  if (a.num_tokens == 1 && shares_rows(a)) {
+    prepare_group(a, groups[0], sorted);
+    for (int64_t i = 1; i < num_groups; ++i) {
+      groups[i].rows = groups[i].up_rows = groups[0].rows;
+      put_zeros(*a.down, 1, groups[i].inner);
+    }
+    return;
+  }
+  auto item = [&](int64_t index) { prepare_group(a, groups[index], sorted); };
+  for_each(num_groups, item);
+}
+
+INLINE F16 rounded(F16 x) {
+  bf16 values[16];
+  store_bf16(values, x);
+  return load_bf16(values);
+}
+
+// silu(gate) * up of one panel of the expert width for all rows of a group.
+static void gate_and_up(const Experts& a, const Group& group, int64_t panel) {
+  const int64_t left = a.gate->num_rows - 16 * panel;
+  auto* gates = static_cast<float*>(scratch(2, 2 * padded_rows(group.count) * 64));
+  float* ups = gates + 16 * padded_rows(group.count);
+  product(*a.gate, group.expert, panel, group.rows, group.count, gates);
+  product(*a.up, group.expert, panel, group.up_rows, group.count, ups);
+  F16 gate_factor = set1(factor_of(*a.gate, group.expert)), up_factor = set1(factor_of(*a.up, group.expert));
+  for (int64_t m = 0; m < group.count; ++m) {
+    F16 gate = mul(load_at(gates + 16 * m, left), gate_factor), up = mul(load_at(ups + 16 * m, left), up_factor);
+    put(*a.down, group.expert, group.count, m, panel, rounded(mul(silu(gate), up)), group.inner);
+  }
+}
+
+// One panel of H: down of every group, added up for each token.
+static void down_and_add(const Experts& a, const Group* groups, int64_t num_groups, const int64_t* sorted, int64_t panel) {
+  const int64_t left = a.down->num_rows - 16 * panel;
+  auto* totals = static_cast<float*>(scratch(2, (a.num_tokens + padded_rows(a.num_tokens)) * 64));
+  float* sums = totals + 16 * a.num_tokens;
+  std::memset(totals, 0, a.num_tokens * 64);
+  for (const Group* group = groups; group < groups + num_groups; ++group) {
+    product(*a.down, group->expert, panel, group->inner, group->count, sums);
+    F16 factor = set1(factor_of(*a.down, group->expert));
+    for (int64_t m = 0; m < group->count; ++m) {
+      int64_t choice = sorted[group->first + m];
+      float* total = totals + choice / a.top * 16;
+      store(total, fma(mul(load_at(sums + 16 * m, left), factor), set1(a.shares[choice]), load(total)));
+    }
+  }
+  for (int64_t token = 0; token < a.num_tokens; ++token)
+    store_bf16_at(a.out + token * a.down->num_rows + 16 * panel, load(totals + 16 * token), left);
 }
 
 static void experts(const Experts* arguments) {
   const Experts& a = *arguments;
-  const int64_t num_experts = a.gate->num_experts, width = a.gate->num_rows, hidden = a.down->num_rows;
-  const int64_t num_choices = a.num_tokens * a.top;
-  auto* sorted = static_cast<int64_t*>(scratch(
-      1, num_choices * (2 * sizeof(int64_t) + 2 * sizeof(bf16*)) + num_experts * (sizeof(int64_t) + sizeof(Group))));
+  const int64_t num_experts = a.gate->num_experts, num_choices = a.num_tokens * a.top;
+  auto* sorted = static_cast<int64_t*>(
+      scratch(1, (num_choices + num_experts) * sizeof(int64_t) + num_experts * sizeof(Group)));
   int64_t* starts = sorted + num_choices;
   auto* groups = reinterpret_cast<Group*>(starts + num_experts);
-  auto** rows = reinterpret_cast<const bf16**>(groups + num_experts);
-  const bf16** inner_rows = rows + num_choices;
   const int64_t num_groups = group_by_expert(a, num_experts, sorted, starts, groups);
-  auto* results = static_cast<float*>(scratch(3, num_choices * (hidden * 4 + width * 2)));
-  auto* inner = reinterpret_cast<bf16*>(results + num_choices * hidden);
-  for (int64_t i = 0; i < num_choices; ++i) {
-    rows[i] = a.x + sorted[i] / a.top * a.gate->width;
-    inner_rows[i] = inner + i * width;
-  }
-  const int64_t inner_blocks = (width + kBlockRows - 1) / kBlockRows, out_blocks = (hidden + kBlockRows - 1) / kBlockRows;
-  auto first_pass = [&](int64_t index) {
-    const Group& group = groups[index / inner_blocks];
-    gate_and_up(a, group, rows + group.first, index % inner_blocks * kBlockRows, inner + group.first * width);
-  };
-  for_each(num_groups * inner_blocks, first_pass);
-  auto second_pass = [&](int64_t index) {
-    const Group& group = groups[index / out_blocks];
-    int64_t first = index % out_blocks * kBlockRows, count = hidden - first < kBlockRows ? hidden - first : kBlockRows;
-    float* sums = static_cast<float*>(scratch(2, group.count * kBlockRows * 4));
-    block(inner_rows + group.first, group.count, *a.down, group.expert, first, count, sums, kBlockRows);
-    float factor = factor_of(*a.down, group.expert);
-    for (int64_t m = 0; m < group.count; ++m)
-      for (int64_t n = 0; n < count; ++n)
-        results[sorted[group.first + m] * hidden + first + n] = sums[m * kBlockRows + n] * factor;
-  };
-  for_each(num_groups * out_blocks, second_pass);
-  auto last_pass = [&](int64_t token) { add_experts(a, results, token); };
-  for_each(a.num_tokens, last_pass);
+  place_groups(a, groups, num_groups);
+  prepare_groups(a, groups, num_groups, sorted);
+  const int64_t inner_panels = num_panels(*a.gate);
+  auto first_pass = [&](int64_t index) { gate_and_up(a, groups[index / inner_panels], index % inner_panels); };
+  for_each(num_groups * inner_panels, first_pass);
+  auto second_pass = [&](int64_t panel) { down_and_add(a, groups, num_groups, sorted, panel); };
+  for_each(num_panels(*a.down), second_pass);
 }
 
 // Softmax over logits [E], the k highest (ties to the lowest id), renormalised, ids ascending. Uses scratch 2.

@@ -2,10 +2,10 @@
 
 Row-invariant as the protocol asks: products have one chain an output element, threads share no output row. What is not
 hot goes to the reference: rotary tables (once a pass), activations of another type than bfloat16, weights that are
-dense in another type, W4A4 activations, and shapes that the library does not take. Which of the two computes depends
+dense in another type, FP8 activations, and shapes that the library does not take. Which of the two computes depends
 on types and weights alone, never on the rows.
 
-The bits are those of one instruction set: AVX-512, AVX2 and portable code agree within rounding only.
+The bits are those of one instruction set: AMX, AVX-512, AVX2 and portable code agree within rounding only.
 """
 
 from __future__ import annotations
@@ -18,38 +18,46 @@ from torch import Tensor
 
 from qwen35.kernels.cpu.library import Attention, Experts, GatedDelta, find_library, load_library
 from qwen35.kernels.cpu.scan import NativeRowScan
-from qwen35.kernels.cpu.weights import WeightRecords
+from qwen35.kernels.cpu.weights import WeightRecords, lay_out
 from qwen35.kernels.library import exportable, register
 from qwen35.kernels.reference import ReferenceOps
-from qwen35.nvfp4 import LinearWeight
+from qwen35.nvfp4 import LinearWeight, NVFP4Tensor
 from qwen35.views import BatchView, GatedDeltaView, KVView
 
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
 class CpuOps:
-    """Methods and shapes: see `kernels.ops.Ops`. `quantize_inputs` as in `ReferenceOps`.
+    """Methods and shapes: see `kernels.ops.Ops`. `activations` as in `ReferenceOps`.
 
     Threads belong to the process: the last `num_threads` holds. Raises OSError when the library is not built.
     """
 
-    def __init__(self, num_threads: int = 1, quantize_inputs: bool = False) -> None:
+    def __init__(self, num_threads: int = 1, activations: str = "dense") -> None:
         self._library = load_library(find_library())
         self._library.qwen35_set_num_threads(num_threads)
-        self._reference = ReferenceOps(quantize_inputs=quantize_inputs)
-        self._quantize_inputs = quantize_inputs
-        self._weights = WeightRecords()
+        self._reference = ReferenceOps(activations=activations)
+        self._activations = activations
+        self._weights = WeightRecords(activations)
         self.row_scan = NativeRowScan(self._library)
         self._sequences: tuple[weakref.ref[BatchView], Tensor] | None = None
-        self.name = "cpu_quantized_inputs" if quantize_inputs else "cpu"
+        self.name = f"cpu/{activations}"
         register(self.name, self)
+
+    @property
+    def identity(self) -> str:
+        return f"cpu-{self._library.qwen35_instruction_set().decode()}/{self._activations}"
+
+    def lay_out(self, weight: LinearWeight) -> LinearWeight:
+        is_rows = isinstance(weight, NVFP4Tensor) and weight.device.type == "cpu"
+        return lay_out(weight) if is_rows else weight
 
     @exportable
     def linear(
         self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         out_dtype = out_dtype or x.dtype
-        address = self._address(weight) if x.dtype == _BF16 and out_dtype in (_BF16, torch.float32) else None
+        address = self._weights.address(weight) if x.dtype == _BF16 and out_dtype in (_BF16, torch.float32) else None
         if address is None:
             return self._reference.linear(x, weight, bias, out_dtype)
         x = x.contiguous()
@@ -166,7 +174,7 @@ class CpuOps:
         up_proj: LinearWeight,
         down_proj: LinearWeight,
     ) -> Tensor:
-        addresses = [self._address(weight) for weight in (gate_proj, up_proj, down_proj)]
+        addresses = [self._weights.address(weight) for weight in (gate_proj, up_proj, down_proj)]
         if x.dtype != _BF16 or None in addresses:
             return self._reference.moe_experts(x, experts, weights, gate_proj, up_proj, down_proj)
         x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
@@ -190,11 +198,6 @@ class CpuOps:
             width,
         )
         return out
-
-    def _address(self, weight: LinearWeight) -> int | None:
-        if self._quantize_inputs and getattr(weight, "input_scale", None) is not None:
-            return None
-        return self._weights.address(weight)
 
     def _plan(self, batch: BatchView) -> Tensor:
         """The sequences' numbers [S, 7]; the last batch's are kept, as all layers of a pass ask for the same ones."""

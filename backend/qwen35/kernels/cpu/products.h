@@ -1,22 +1,55 @@
-// Matrix products. Letters: M activation rows, N output features, K input features.
+// Matrix products of any weight. Letters: M activation rows, N output features, K input features.
 //
-// One chain for every output element, whatever the shape around it: one accumulator of 16 lanes, 32 products a step in
-// ascending K, zeros beyond K, then the halving tree of `sum`. Packed weights are expanded exactly (E2M1 * E4M3 has at
-// most 6 significant bits, a bf16 has 8), so fused and unfused paths have the same bits.
+// Every output element has one fixed sequence of operations, whatever the shape around it: that of panels.h for NVFP4,
+// that of tiles.h for dense and FP8 weights where there are tiles, else the chain below: one accumulator of 16 lanes, 32
+// products a step in ascending K, zeros beyond K, then the halving tree of `sum`.
 #pragma once
-#include "simd.h"
+#include "panels.h"
+#include "tiles.h"
 
 namespace qwen35 {
 namespace QWEN35_ISA {
 
-constexpr int64_t kBlockRows = 16;  // output features of one work item
+INLINE int64_t num_panels(const Weight& w) { return (w.num_rows + 15) / 16; }
+
+// 32 bytes of E4M3 -> bf16, exact.
+#if defined(__AVX512BF16__)
+INLINE void expand_e4m3(const uint8_t* from, bf16* to) {
+  const __m512i subnormals = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60));
+  __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
+  __m512i magnitude = _mm512_and_si512(words, _mm512_set1_epi16(0x7F));
+  __m512i value = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+  __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+  value = _mm512_mask_permutexvar_epi16(value, is_small, magnitude, subnormals);
+  value = _mm512_mask_mov_epi16(value, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7F)), _mm512_set1_epi16(0x7FC0));
+  __m512i sign = _mm512_and_si512(_mm512_slli_epi16(words, 8), _mm512_set1_epi16(int16_t(0x8000)));
+  _mm512_storeu_si512(to, _mm512_or_si512(value, sign));
+}
+#else
+INLINE void expand_e4m3(const uint8_t* from, bf16* to) {
+  for (int i = 0; i < 32; ++i) to[i] = e4m3_values[from[i]];
+}
+#endif
+
+// `num_rows` rows of an FP8 weight -> bf16, rows padded(K) apart, zeros behind K. Uses scratch 0.
+static const bf16* expand_fp8(const Weight& w, int64_t first, int64_t num_rows) {
+  const int64_t ldw = padded(w.width);
+  auto* expanded = static_cast<bf16*>(scratch(0, num_rows * ldw * 2));
+  for (int64_t n = 0; n < num_rows; ++n) {
+    const uint8_t* from = static_cast<const uint8_t*>(w.values) + (first + n) * w.width;
+    bf16* to = expanded + n * ldw;
+    int64_t k = 0;
+    for (; k + 32 <= w.width; k += 32) expand_e4m3(from + k, to + k);
+    for (; k < ldw; ++k) to[k] = k < w.width ? e4m3_values[from[k]] : 0;
+  }
+  return expanded;
+}
+
 #if defined(__AVX512BF16__)
 constexpr int kTile = 4;
 #else
 constexpr int kTile = 2;
 #endif
-
-INLINE int64_t padded(int64_t width) { return (width + 31) & ~int64_t{31}; }
 
 INLINE void fill32(bf16* to, const bf16* from, int64_t count) {
   std::memset(to, 0, 64);
@@ -49,109 +82,59 @@ static void tile(const bf16* const* x, const bf16* w, int64_t ldw, int64_t width
     for (int n = 0; n < N; ++n) out[m * stride + n] = sum(acc[m][n]);
 }
 
+#if !defined(__AMX_TILE__)
 template <int M>
-static void strip(const bf16* const* x, const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, float* out,
-                  int64_t stride) {
+static void strip(const bf16* x, const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, float* out) {
   constexpr int N = M <= kTile / 2 ? 2 * kTile : kTile;
+  const bf16* rows[M];
+  for (int m = 0; m < M; ++m) rows[m] = x + m * padded(width);
   int64_t n = 0;
-  for (; n + N <= num_rows; n += N) tile<M, N>(x, w + n * ldw, ldw, width, out + n, stride);
-  for (; n < num_rows; ++n) tile<M, 1>(x, w + n * ldw, ldw, width, out + n, stride);
+  for (; n + N <= num_rows; n += N) tile<M, N>(rows, w + n * ldw, ldw, width, out + n, 16);
+  for (; n < num_rows; ++n) tile<M, 1>(rows, w + n * ldw, ldw, width, out + n, 16);
 }
 
-// All M rows against `num_rows` expanded weight rows.
-static void dense_block(const bf16* const* x, int64_t m_count, const bf16* w, int64_t ldw, int64_t width,
-                        int64_t num_rows, float* out, int64_t stride) {
-  int64_t m = 0;
-  for (; m + kTile <= m_count; m += kTile) strip<kTile>(x + m, w, ldw, width, num_rows, out + m * stride, stride);
-  float* rest = out + m * stride;
-  if (m_count - m == 1) strip<1>(x + m, w, ldw, width, num_rows, rest, stride);
-  if (m_count - m == 2) strip<2>(x + m, w, ldw, width, num_rows, rest, stride);
-  if (m_count - m == 3) strip<3>(x + m, w, ldw, width, num_rows, rest, stride);
-}
-
-#if defined(__AVX512BF16__)
-// 32 weights (16 bytes of codes, 2 scales) -> bf16 in their natural order, both nibbles of a byte side by side.
-INLINE __m512bh expand32(const uint8_t* codes, const uint8_t* scales) {
-  const __m512i nibbles = _mm512_set1_epi32(0x000F000F);
-  const __m512i second = _mm512_set_epi32(0x00100010, 0x00100010, 0x00100010, 0x00100010, 0x00100010, 0x00100010,
-                                          0x00100010, 0x00100010, 0, 0, 0, 0, 0, 0, 0, 0);
-  __m512i table = _mm512_inserti64x4(
-      _mm512_castsi256_si512(_mm256_load_si256((const __m256i*)e2m1_products[scales[0]])),
-      _mm256_load_si256((const __m256i*)e2m1_products[scales[1]]), 1);
-  __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
-  __m512i index = _mm512_ternarylogic_epi32(bytes, _mm512_slli_epi32(bytes, 12), nibbles, 0xA8);  // (a | b) & c
-  return (__m512bh)_mm512_permutexvar_epi16(_mm512_or_si512(index, second), table);
-}
-
-// M activation rows against N weight rows, expanded on the way; K a multiple of 32.
-template <int M, int N>
-static void fused_tile(const bf16* const* x, const uint8_t* codes, const uint8_t* scales, int64_t width, float* out,
-                       int64_t stride) {
-  __m512 acc[M][N];
-  for (auto& row : acc)
-    for (auto& one : row) one = _mm512_setzero_ps();
-  for (int64_t k = 0; k < width; k += 32) {
-    __m512bh rows[M];
-    for (int m = 0; m < M; ++m) rows[m] = (__m512bh)_mm512_loadu_si512(x[m] + k);
-    for (int n = 0; n < N; ++n) {
-      _mm_prefetch((const char*)(codes + n * width / 2 + k / 2 + 1024), _MM_HINT_T0);
-      __m512bh weights = expand32(codes + n * width / 2 + k / 2, scales + n * width / 16 + k / 16);
-      for (int m = 0; m < M; ++m) acc[m][n] = _mm512_dpbf16_ps(acc[m][n], weights, rows[m]);
-    }
-  }
-  for (int m = 0; m < M; ++m)
-    for (int n = 0; n < N; ++n) out[m * stride + n] = sum(F16{acc[m][n]});
+// out[m * 16 + n] = x[m] . w[n], rows of w ldw apart, those of x padded(K).
+static void dense_panel(const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, const bf16* x, int64_t count,
+                        float* out) {
+  for (; count >= kTile; count -= kTile, x += kTile * padded(width), out += kTile * 16)
+    strip<kTile>(x, w, ldw, width, num_rows, out);
+  if (count == 1) strip<1>(x, w, ldw, width, num_rows, out);
+  if (count == 2) strip<2>(x, w, ldw, width, num_rows, out);
+  if (count == 3) strip<3>(x, w, ldw, width, num_rows, out);
 }
 #endif
 
-// One row of an NVFP4 or FP8 weight -> bf16, zeros up to a multiple of 32.
-static void expand_row(const Weight& w, int64_t row, bf16* out) {
-  int64_t k = 0;
-  if (w.kind == kFP8) {
-    const uint8_t* values = static_cast<const uint8_t*>(w.values) + row * w.width;
-    for (; k < w.width; ++k) out[k] = e4m3_values[values[k]];
-  } else {
-    const uint8_t* codes = static_cast<const uint8_t*>(w.values) + row * w.width / 2;
-    const uint8_t* scales = w.scales + row * w.width / 16;
-#if defined(__AVX512BF16__)
-    for (; k + 32 <= w.width; k += 32)
-      _mm512_storeu_si512(out + k, (__m512i)expand32(codes + k / 2, scales + k / 16));
+static void nvfp4_panel(const Weight& w, int64_t expert, int64_t panel, const uint8_t* rows, int64_t count, float* out) {
+  const Panel p = panel_of(w, expert, panel);
+  const int64_t stride = row_bytes(w, count);
+#if defined(__AMX_TILE__)
+  if (form_of(w, count) == Form::kRows) return row_panel(p, rows, stride, count, out);
+  if (form_of(w, count) == Form::kIntegers && count > 8) return integer_tiles(p, rows, stride, count, out);
 #endif
-    for (; k < w.width; k += 2) {
-      const bf16* table = e2m1_products[scales[k / 16]];
-      out[k] = table[codes[k / 2] & 15], out[k + 1] = table[codes[k / 2] >> 4];
-    }
-  }
-  for (; k < padded(w.width); ++k) out[k] = 0;
+  if (form_of(w, count) == Form::kIntegers) return integer_panel(p, rows, stride, count, out);
+  float_panel(p, rows, stride, count, out);
 }
 
+// out[m * 16 + n] = x[m] . weight[expert, 16 * panel + n], without the weight's factor, for n < 16 and within N, of
+// `count` rows prepared by `put` for this weight. `out` has room for rows up to a multiple of 16. Uses scratch 0.
+static void product(const Weight& w, int64_t expert, int64_t panel, const uint8_t* rows, int64_t count, float* out) {
+  if (w.kind == kNVFP4) return nvfp4_panel(w, expert, panel, rows, count, out);
+  const int64_t left = w.num_rows - 16 * panel, num_rows = left < 16 ? left : 16;
+  const int64_t first = expert * w.num_rows + 16 * panel;
+  const bf16* values = w.kind == kFP8 ? expand_fp8(w, first, num_rows) : static_cast<const bf16*>(w.values) + first * w.width;
+  const int64_t ldw = w.kind == kFP8 ? padded(w.width) : w.width;
+#if defined(__AMX_TILE__)
+  column_panel(values, ldw, w.width, num_rows, rows, count, out);
+#else
+  dense_panel(values, ldw, w.width, num_rows, reinterpret_cast<const bf16*>(rows), count, out);
+#endif
+}
+
+// What a sum of `product` is to be multiplied with.
 INLINE float factor_of(const Weight& w, int64_t expert) {
-  return w.kind == kDense ? 1.0f : w.factor[expert * w.factor_stride];
-}
-
-// out[m * stride + n] = x[m] . weight[expert, first + n], without the weight's factor. Uses scratch 0.
-static void block(const bf16* const* x, int64_t m_count, const Weight& w, int64_t expert, int64_t first,
-                  int64_t num_rows, float* out, int64_t stride) {
-  int64_t row = expert * w.num_rows + first;
-  if (w.kind == kDense) {
-    const bf16* values = static_cast<const bf16*>(w.values) + row * w.width;
-    return dense_block(x, m_count, values, w.width, w.width, num_rows, out, stride);
-  }
-#if defined(__AVX512BF16__)
-  if (w.kind == kNVFP4 && m_count <= 2 && w.width % 32 == 0 && num_rows % 4 == 0) {
-    for (int64_t n = 0; n < num_rows; n += 4) {
-      const uint8_t* codes = static_cast<const uint8_t*>(w.values) + (row + n) * w.width / 2;
-      const uint8_t* scales = w.scales + (row + n) * w.width / 16;
-      if (m_count == 1) fused_tile<1, 4>(x, codes, scales, w.width, out + n, stride);
-      if (m_count == 2) fused_tile<2, 4>(x, codes, scales, w.width, out + n, stride);
-    }
-    return;
-  }
-#endif
-  int64_t ldw = padded(w.width);
-  bf16* expanded = static_cast<bf16*>(scratch(0, num_rows * ldw * 2));
-  for (int64_t n = 0; n < num_rows; ++n) expand_row(w, row + n, expanded + n * ldw);
-  dense_block(x, m_count, expanded, ldw, w.width, num_rows, out, stride);
+  if (w.kind == kDense) return 1.0f;
+  const float unit = w.kind == kFP8 ? 1.0f : w.arithmetic == kBF16 ? 256.0f : 128.0f;
+  return w.factor[expert * w.factor_stride] * unit;
 }
 
 }  // namespace QWEN35_ISA

@@ -19,9 +19,14 @@ COMMON_FLAGS = (
     "-Wno-uninitialized",  # gcc's own AVX-512 headers set these two off
     "-Wno-maybe-uninitialized",
 )
+_AVX512_FLAGS = (
+    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
+    *("-mavx512bf16", "-mavx512vnni", "-mavx512vbmi", "-mf16c", "-mfma"),
+)
 ISA_FLAGS = {
-    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
-    "avx2": ("-mavx2", "-mfma"),
+    "amx": (*_AVX512_FLAGS, "-mamx-tile", "-mamx-int8", "-mamx-bf16"),
+    "avx512": _AVX512_FLAGS,
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
     "portable": (),
 }
 

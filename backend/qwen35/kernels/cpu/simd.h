@@ -14,6 +14,20 @@ namespace QWEN35_ISA {
 
 #define INLINE static inline __attribute__((always_inline))
 
+// E2M1 by its code: as a value, and as 2 * value + 12, an unsigned byte.
+static const float kCodeValues[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f,
+                                      0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+static const uint8_t kOffsetCodes[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+// What follows for each instruction set, beside arithmetic on F16 by its plain name:
+//   fused         a * b + c rounded once, whatever the hardware (`fma` rounds twice in portable code)
+//   low_codes     64 bytes of code pairs -> 2 * E2M1 + 12 of their low nibbles; high_codes of their high ones
+//   dot4          acc[lane] += codes[4 lane + i] * q[i] over i < 4, exact
+//   load_e4m3     16 positive E4M3 / 256
+//   code_values   E2M1 at bit Shift of 16 little-endian words
+//   highest_magnitude  of the lanes; NaN where there is one, as it has the highest bits
+//   store_int8    lanes rounded to the nearest, ties to even, |x| < 128; returns their sum
+
 #if defined(__AVX512BF16__)
 struct F16 { __m512 v; };
 struct B32 { __m512bh v; };
@@ -38,6 +52,42 @@ INLINE F16 load_bf16(const bf16* p) {
 INLINE void store_bf16(bf16* p, F16 a) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(a.v)); }
 INLINE B32 load32(const bf16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
 INLINE F16 dot(F16 acc, B32 a, B32 b) { return {_mm512_dpbf16_ps(acc.v, a.v, b.v)}; }
+INLINE F16 fused(F16 a, F16 b, F16 c) { return fma(a, b, c); }
+
+struct I16 { __m512i v; };
+struct U64 { __m512i v; };
+// vpermb looks at six bits of an index: the table is there four times, so that the upper two may be anything.
+INLINE __m512i four_times(__m128i table) { return _mm512_broadcast_i32x4(table); }
+INLINE U64 low_codes(const uint8_t* p) {
+  return {_mm512_permutexvar_epi8(_mm512_loadu_si512(p), four_times(_mm_loadu_si128((const __m128i*)kOffsetCodes)))};
+}
+INLINE U64 high_codes(const uint8_t* p) {
+  return {_mm512_permutexvar_epi8(_mm512_srli_epi16(_mm512_loadu_si512(p), 4),
+                                  four_times(_mm_loadu_si128((const __m128i*)kOffsetCodes)))};
+}
+INLINE I16 splat(int32_t x) { return {_mm512_set1_epi32(x)}; }
+INLINE I16 dot4(I16 acc, U64 codes, const int8_t* q) {
+  int32_t four;
+  std::memcpy(&four, q, 4);
+  return {_mm512_dpbusd_epi32(acc.v, codes.v, _mm512_set1_epi32(four))};
+}
+INLINE F16 to_float(I16 x) { return {_mm512_cvtepi32_ps(x.v)}; }
+INLINE F16 load_e4m3(const uint8_t* p) {
+  return {_mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 7))};
+}
+template <int Shift>
+INLINE F16 code_values(const uint8_t* p) {
+  return {_mm512_permutexvar_ps(_mm512_srli_epi32(_mm512_loadu_si512(p), Shift), _mm512_loadu_ps(kCodeValues))};
+}
+INLINE float highest_magnitude(F16 x) {
+  __m512i bits = _mm512_and_si512(_mm512_castps_si512(x.v), _mm512_set1_epi32(0x7FFFFFFF));
+  return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int(_mm512_reduce_max_epu32(bits)))));
+}
+INLINE int32_t store_int8(int8_t* p, F16 x) {
+  __m512i q = _mm512_cvtps_epi32(x.v);
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(q));
+  return _mm512_reduce_add_epi32(q);
+}
 #elif defined(__AVX2__)
 struct F16 { __m256 a, b; };
 struct B32 { F16 a, b; };
@@ -74,6 +124,41 @@ INLINE void store_bf16(bf16* p, F16 x) {
 }
 INLINE B32 load32(const bf16* p) { return {load_bf16(p), load_bf16(p + 16)}; }
 INLINE F16 dot(F16 acc, B32 x, B32 y) { return fma(x.b, y.b, fma(x.a, y.a, acc)); }
+INLINE F16 fused(F16 x, F16 y, F16 z) { return fma(x, y, z); }
+
+struct I16 { __m256i a, b; };
+struct U64 { __m256i a, b; };
+INLINE __m256i codes_of(const uint8_t* p, int shift) {
+  __m256i bytes = _mm256_srli_epi16(_mm256_loadu_si256((const __m256i*)p), shift);
+  __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kOffsetCodes));
+  return _mm256_shuffle_epi8(table, _mm256_and_si256(bytes, _mm256_set1_epi8(15)));
+}
+INLINE U64 low_codes(const uint8_t* p) { return {codes_of(p, 0), codes_of(p + 32, 0)}; }
+INLINE U64 high_codes(const uint8_t* p) { return {codes_of(p, 4), codes_of(p + 32, 4)}; }
+INLINE I16 splat(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+INLINE __m256i dot4_8(__m256i acc, __m256i codes, __m256i q) {  // at most 2 * 24 * 127 in 16 bits
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(codes, q), _mm256_set1_epi16(1)));
+}
+INLINE I16 dot4(I16 acc, U64 codes, const int8_t* q) {
+  int32_t four;
+  std::memcpy(&four, q, 4);
+  __m256i wide = _mm256_set1_epi32(four);
+  return {dot4_8(acc.a, codes.a, wide), dot4_8(acc.b, codes.b, wide)};
+}
+INLINE F16 to_float(I16 x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+INLINE F16 load_e4m3(const uint8_t* p) {
+  __m256i halves = _mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i*)p)), 7);
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1))};
+}
+INLINE __m256 code_values8(__m256i codes) {  // vpermps looks at three bits: the magnitude
+  __m256i sign = _mm256_and_si256(_mm256_slli_epi32(codes, 28), _mm256_set1_epi32(int(0x80000000)));
+  return _mm256_xor_ps(_mm256_permutevar8x32_ps(_mm256_loadu_ps(kCodeValues), codes), _mm256_castsi256_ps(sign));
+}
+template <int Shift>
+INLINE F16 code_values(const uint8_t* p) {
+  return {code_values8(_mm256_srli_epi32(_mm256_loadu_si256((const __m256i*)p), Shift)),
+          code_values8(_mm256_srli_epi32(_mm256_loadu_si256((const __m256i*)(p + 32)), Shift))};
+}
 #undef BOTH
 #else
 struct F16 { float v[16]; };
@@ -103,7 +188,40 @@ INLINE F16 load_bf16(const bf16* p) EACH(float_of(p[i]))
 INLINE void store_bf16(bf16* p, F16 x) { for (int i = 0; i < 16; ++i) p[i] = bf16_of(x.v[i]); }
 INLINE B32 load32(const bf16* p) { return {load_bf16(p), load_bf16(p + 16)}; }
 INLINE F16 dot(F16 acc, B32 x, B32 y) { return fma(x.b, y.b, fma(x.a, y.a, acc)); }
+INLINE F16 fused(F16 x, F16 y, F16 z) EACH(__builtin_fmaf(x.v[i], y.v[i], z.v[i]))
+
+struct I16 { int32_t v[16]; };
+struct U64 { uint8_t v[64]; };
+INLINE U64 low_codes(const uint8_t* p) { U64 r; for (int i = 0; i < 64; ++i) r.v[i] = kOffsetCodes[p[i] & 15]; return r; }
+INLINE U64 high_codes(const uint8_t* p) { U64 r; for (int i = 0; i < 64; ++i) r.v[i] = kOffsetCodes[p[i] >> 4]; return r; }
+INLINE I16 splat(int32_t x) { I16 r; for (int32_t& one : r.v) one = x; return r; }
+INLINE I16 dot4(I16 acc, U64 codes, const int8_t* q) {
+  for (int i = 0; i < 64; ++i) acc.v[i / 4] += codes.v[i] * q[i % 4];
+  return acc;
+}
+INLINE F16 to_float(I16 x) EACH(float(x.v[i]))
+INLINE F16 load_e4m3(const uint8_t* p) EACH(float_of(e4m3_values[p[i]]) / 256.0f)
+template <int Shift>
+INLINE F16 code_values(const uint8_t* p) EACH(kCodeValues[p[4 * i + Shift / 8] >> Shift % 8 & 15])
 #undef EACH
+#endif
+
+#if !defined(__AVX512BF16__)
+INLINE float highest_magnitude(F16 x) {
+  uint32_t words[16], highest = 0;
+  store(reinterpret_cast<float*>(words), x);
+  for (uint32_t word : words) highest = (word & 0x7FFFFFFF) > highest ? word & 0x7FFFFFFF : highest;
+  float value;
+  std::memcpy(&value, &highest, 4);
+  return value;
+}
+INLINE int32_t store_int8(int8_t* p, F16 x) {
+  float values[16];
+  int32_t total = 0;
+  store(values, nearest(x));
+  for (int i = 0; i < 16; ++i) total += p[i] = int8_t(int32_t(values[i]));
+  return total;
+}
 #endif
 
 // Sum of the lanes, always in the order of one halving tree.
@@ -166,8 +284,23 @@ INLINE void store_some_bf16(bf16* p, F16 x, int64_t count) {
   std::memcpy(p, v, count * 2);
 }
 INLINE F16 load_bf16_at(const bf16* p, int64_t left) { return left >= 16 ? load_bf16(p) : load_some_bf16(p, left); }
+INLINE void store_at(float* p, F16 x, int64_t left) {
+  float v[16];
+  if (left >= 16) return store(p, x);
+  store(v, x);
+  std::memcpy(p, v, left * 4);
+}
 INLINE F16 load_at(const float* p, int64_t left) { return left >= 16 ? load(p) : load_some(p, left); }
 INLINE void store_bf16_at(bf16* p, F16 x, int64_t left) { left >= 16 ? store_bf16(p, x) : store_some_bf16(p, x, left); }
+
+// Subnormal floats count as zeros while it lives: what a tile instruction does whatever MXCSR says.
+struct FlushSubnormals {
+#ifdef QWEN35_X86
+  unsigned int before = _mm_getcsr();
+  FlushSubnormals() { _mm_setcsr(before | 0x8040); }
+  ~FlushSubnormals() { _mm_setcsr(before); }
+#endif
+};
 
 template <class Function>
 static void for_each(int64_t count, Function& function) {

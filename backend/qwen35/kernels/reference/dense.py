@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qwen35.nvfp4 import FP8Tensor, LinearWeight, NVFP4Tensor, dequantize
+from qwen35.nvfp4 import FP8Tensor, LinearWeight, NVFP4Panels, NVFP4Tensor, dequantize
 
 _BLOCK_BYTES = 32 << 20  # the largest dense piece of a weight that is made at once
 
@@ -71,7 +71,7 @@ class DenseWeights:
 
 
 def _storage_of(weight: LinearWeight) -> Tensor:
-    if isinstance(weight, NVFP4Tensor):
+    if isinstance(weight, (NVFP4Tensor, NVFP4Panels)):
         return weight.codes
     return weight.weight if isinstance(weight, FP8Tensor) else weight
 
@@ -82,6 +82,8 @@ def _part(weight: LinearWeight, expert: int | None, rows: tuple[int, int] | None
     if rows is None or rows == (0, weight.shape[0]):
         return weight
     start, stop = rows
+    if isinstance(weight, NVFP4Panels):
+        weight = weight.to_rows()
     if isinstance(weight, NVFP4Tensor):
         return NVFP4Tensor(weight.codes[start:stop], weight.scales[start:stop], weight.global_scale)
     if isinstance(weight, FP8Tensor):

@@ -14,9 +14,11 @@ from qwen35.kernels.reference.elementwise import compute_dtype
 from qwen35.nvfp4 import (
     FP8Tensor,
     LinearWeight,
+    NVFP4Panels,
     NVFP4Tensor,
     fake_quantize_activation,
     fake_quantize_activation_fp8,
+    fake_quantize_activation_int8,
 )
 
 TILE_ROWS = 16
@@ -28,15 +30,14 @@ def linear(
     weight: LinearWeight,
     bias: Tensor | None,
     out_dtype: torch.dtype,
-    quantize_inputs: bool,
+    activations: str,
 ) -> Tensor:
-    """x [..., K] -> [..., N]; `quantize_inputs`: static activation scales of the weight are applied."""
+    """x [..., K] -> [..., N]; `activations` as in `ReferenceOps`."""
     dtype = compute_dtype(x.dtype)
     rows = x.reshape(-1, x.shape[-1])
     num_rows = rows.shape[0]
     tiled = pad_rows(rows, dtype)  # [tiles * 16, K]
-    if quantize_inputs:
-        tiled = quantize_activation(tiled, weight)
+    tiled = quantize_activation(tiled, weight, activations)
     blocks = [multiply_tiles(tiled, matrix) for matrix in dense.blocks(weight, dtype)]
     out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, 1)
     out = out[:num_rows]
@@ -72,11 +73,14 @@ def tiles_of(rows: Tensor) -> tuple[Tensor, ...]:
     return (rows,) if rows.shape[0] == TILE_ROWS else rows.unflatten(0, (-1, TILE_ROWS)).unbind(0)
 
 
-def quantize_activation(x: Tensor, weight: LinearWeight, input_scale: Tensor | None = None) -> Tensor:
-    """x rounded as the weight's static activation scale asks; unchanged where the weight has none."""
+def quantize_activation(x: Tensor, weight: LinearWeight, activations: str, input_scale: Tensor | None = None) -> Tensor:
+    """x rounded as `activations` asks for this kind of weight; `input_scale` in the place of the weight's own."""
+    is_nvfp4 = isinstance(weight, (NVFP4Tensor, NVFP4Panels))
+    if activations == "int8" and is_nvfp4:
+        return fake_quantize_activation_int8(x)
     scale = getattr(weight, "input_scale", None) if input_scale is None else input_scale
-    if scale is None:
+    if activations != "nvfp4" or scale is None:
         return x
-    if isinstance(weight, NVFP4Tensor):
+    if is_nvfp4:
         return fake_quantize_activation(x, scale)
     return fake_quantize_activation_fp8(x, scale) if isinstance(weight, FP8Tensor) else x

@@ -32,17 +32,17 @@ def moe_experts(
     experts: Tensor,
     weights: Tensor,
     projections: tuple[LinearWeight, LinearWeight, LinearWeight],
-    quantize_inputs: bool,
+    activations: str,
 ) -> Tensor:
     """x [T, H], experts and weights [T, k], projections gate, up [E, I, H] and down [E, H, I] -> [T, H]."""
     gate_proj, up_proj, down_proj = projections
     token_of_row, row_of_choice, tile_experts = _arrange(experts, gate_proj.shape[0])
     dtype = compute_dtype(x.dtype)
     rows = x.to(dtype).index_select(0, token_of_row)  # [R, H]
-    gate = _multiply(dense, rows, gate_proj, tile_experts, quantize_inputs)  # [R, I]
-    up = _multiply(dense, rows, up_proj, tile_experts, quantize_inputs)
+    gate = _multiply(dense, rows, gate_proj, tile_experts, activations)  # [R, I]
+    up = _multiply(dense, rows, up_proj, tile_experts, activations)
     inner = silu(gate).mul_(up).to(x.dtype).to(dtype)
-    results = _multiply(dense, inner, down_proj, tile_experts, quantize_inputs)  # [R, H]
+    results = _multiply(dense, inner, down_proj, tile_experts, activations)  # [R, H]
     chosen = results.index_select(0, row_of_choice).view(*experts.shape, -1) * weights.unsqueeze(-1)  # [T, k, H]
     total = chosen[:, 0]
     for rank in range(1, experts.shape[1]):
@@ -70,22 +70,19 @@ def _arrange(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, list[in
 
 
 def _multiply(
-    dense: DenseWeights, rows: Tensor, stack: LinearWeight, tile_experts: list[int], quantize_inputs: bool
+    dense: DenseWeights, rows: Tensor, stack: LinearWeight, tile_experts: list[int], activations: str
 ) -> Tensor:
     """rows [R, K], each tile times its expert's matrix of stack [E, N, K] -> [R, N]."""
-    if quantize_inputs:
-        rows = _quantize(rows, stack, tile_experts)
+    rows = _quantize(rows, stack, tile_experts, activations)
     out = rows.new_empty(len(rows), stack.shape[1])
     for expert, tile, result in zip(tile_experts, tiles_of(rows), tiles_of(out), strict=True):
         torch.mm(tile, dense.matrix(stack, rows.dtype, expert=expert), out=result)
     return out
 
 
-def _quantize(rows: Tensor, stack: LinearWeight, tile_experts: list[int]) -> Tensor:
+def _quantize(rows: Tensor, stack: LinearWeight, tile_experts: list[int], activations: str) -> Tensor:
     scale = getattr(stack, "input_scale", None)
-    if scale is None:
-        return rows
-    if scale.ndim:
+    if scale is not None and scale.ndim:
         scale = scale[torch.tensor(tile_experts, device=scale.device)]  # [tiles]
     tiles = rows.view(len(tile_experts), TILE_ROWS, -1)
-    return quantize_activation(tiles, stack, scale).view_as(rows)
+    return quantize_activation(tiles, stack, activations, scale).view_as(rows)

@@ -22,22 +22,27 @@ class ReferenceOps:
     """Methods and shapes: see `kernels.ops.Ops`.
 
     `dense_cache_bytes` bounds the dense copies kept of packed weights (0: none are kept; results are the same).
-    `quantize_inputs`: inputs of NVFP4 and FP8 weights are rounded with the checkpoint's static activation scales.
+    `activations`: what inputs of packed weights are rounded to: dense (not at all), int8 (of NVFP4 weights, a scale for
+    each 16), nvfp4 (of NVFP4 and FP8 weights, with the checkpoint's static scales where there are any).
     """
 
-    def __init__(self, dense_cache_bytes: int = DEFAULT_CACHE_BYTES, quantize_inputs: bool = False) -> None:
+    def __init__(self, dense_cache_bytes: int = DEFAULT_CACHE_BYTES, activations: str = "dense") -> None:
         self._dense = DenseWeights(dense_cache_bytes)
-        self._quantize_inputs = quantize_inputs
-        self.name = "reference_quantized_inputs" if quantize_inputs else "reference"
+        self._activations = activations
+        self.identity = f"reference/{activations}"
+        self.name = self.identity
         register(self.name, self)
         self.row_scan = None
         self._planned: tuple[weakref.ref[BatchView], BatchPlan] | None = None
+
+    def lay_out(self, weight: LinearWeight) -> LinearWeight:
+        return weight
 
     @exportable
     def linear(
         self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
-        return linear(self._dense, x, weight, bias, out_dtype or x.dtype, self._quantize_inputs)
+        return linear(self._dense, x, weight, bias, out_dtype or x.dtype, self._activations)
 
     def rms_norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
         return elementwise.rms_norm(x, scale, eps)
@@ -74,7 +79,7 @@ class ReferenceOps:
 
     @exportable
     def route(self, x: Tensor, gate: Tensor, num_experts_per_tok: int) -> tuple[Tensor, Tensor]:
-        logits = linear(self._dense, x, gate, None, elementwise.compute_dtype(x.dtype), False)
+        logits = linear(self._dense, x, gate, None, elementwise.compute_dtype(x.dtype), "dense")
         return moe.choose(logits.float(), num_experts_per_tok)
 
     @exportable
@@ -88,7 +93,7 @@ class ReferenceOps:
         down_proj: LinearWeight,
     ) -> Tensor:
         projections = (gate_proj, up_proj, down_proj)
-        return moe.moe_experts(self._dense, x, experts, weights, projections, self._quantize_inputs)
+        return moe.moe_experts(self._dense, x, experts, weights, projections, self._activations)
 
     def _plan(self, batch: BatchView) -> BatchPlan:
         """The last batch's plan is kept: all layers of a pass ask for the same one."""

@@ -1,0 +1,114 @@
+// Products with NVFP4 weights in panels: lanes run over 16 output features, so one element is one lane's fixed sequence.
+//
+// Integers: for each block of 16 along K an exact integer dot product (any order), then
+//     acc = fused(float(dot), weight scale * activation scale, acc)
+// in ascending K. Every instruction set has the same bits.
+//
+// bf16: the order of the tile instruction TDPBF16PS, so that vectors and tiles agree. E2M1 * E4M3 is exact. In each step
+// of 32 along K the even and the odd positions make one chain of fused multiply-adds each, from zero; then
+//     acc = acc + (even + odd)
+// with subnormals taken as zeros.
+//
+// Both leave out the constant 2^-8 of `load_e4m3` (and 2 of the integer codes), see `factor_of`.
+#pragma once
+#include "activations.h"
+
+namespace qwen35 {
+namespace QWEN35_ISA {
+
+INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 3); }
+constexpr int64_t kAhead = 2048;  // bytes of codes
+
+// out[m * 16 + n] of one panel for M rows of form kIntegers.
+template <int M>
+static void integer_rows(const uint8_t* codes, const uint8_t* scales, int64_t width, const uint8_t* rows, int64_t stride,
+                         float* out) {
+  F16 acc[M];
+  for (F16& one : acc) one = zero();
+  for (int64_t block = 0; block < width / 16; ++block, codes += 128, scales += 16) {
+    prefetch(codes + kAhead), prefetch(codes + kAhead + 64);
+    if (block % 4 == 0) prefetch(scales + kAhead / 8);
+    const F16 weight_scale = load_e4m3(scales);
+    const U64 w[4] = {low_codes(codes), high_codes(codes), low_codes(codes + 64), high_codes(codes + 64)};
+    for (int m = 0; m < M; ++m) {
+      const uint8_t* row = rows + m * stride;
+      const int8_t* q = reinterpret_cast<const int8_t*>(row) + 16 * block;
+      I16 total = splat(offsets_of(row, width)[block]);
+      for (int i = 0; i < 4; ++i) total = dot4(total, w[i], q + 4 * i);
+      acc[m] = fused(to_float(total), mul(weight_scale, set1(scales_of(row, width)[block])), acc[m]);
+    }
+  }
+  for (int m = 0; m < M; ++m) store(out + 16 * m, acc[m]);
+}
+
+// even, odd += the 8 positions of K whose codes are the 64 bytes at `codes`.
+template <int M>
+INLINE void float_half(const uint8_t* codes, F16 scale, const float* x, int64_t stride, F16 (&even)[M], F16 (&odd)[M]) {
+  const F16 w[8] = {mul(code_values<0>(codes), scale),  mul(code_values<8>(codes), scale),
+                    mul(code_values<16>(codes), scale), mul(code_values<24>(codes), scale),
+                    mul(code_values<4>(codes), scale),  mul(code_values<12>(codes), scale),
+                    mul(code_values<20>(codes), scale), mul(code_values<28>(codes), scale)};
+  for (int m = 0; m < M; ++m)
+    for (int i = 0; i < 8; i += 2) {
+      even[m] = fma(w[i], set1(x[m * stride + i]), even[m]);
+      odd[m] = fma(w[i + 1], set1(x[m * stride + i + 1]), odd[m]);
+    }
+}
+
+// The same for M rows of form kFloats, `stride` floats apart.
+template <int M>
+static void float_rows(const uint8_t* codes, const uint8_t* scales, int64_t width, const float* x, int64_t stride,
+                       float* out) {
+  F16 acc[M], even[M], odd[M];
+  for (F16& one : acc) one = zero();
+  for (int64_t k = 0; k < width; k += 32) {
+    for (int m = 0; m < M; ++m) even[m] = odd[m] = zero();
+    for (int64_t block = k / 16; block < k / 16 + 2 && 16 * block < width; ++block) {
+      const uint8_t* at = codes + block * 128;
+      prefetch(at + kAhead), prefetch(at + kAhead + 64);
+      const F16 scale = load_e4m3(scales + block * 16);
+      float_half<M>(at, scale, x + 16 * block, stride, even, odd);
+      float_half<M>(at + 64, scale, x + 16 * block + 8, stride, even, odd);
+    }
+    prefetch(scales + k + kAhead / 8);
+    for (int m = 0; m < M; ++m) acc[m] = add(acc[m], add(even[m], odd[m]));
+  }
+  for (int m = 0; m < M; ++m) store(out + 16 * m, acc[m]);
+}
+
+struct Panel {
+  const uint8_t *codes, *scales;
+  int64_t width;
+};
+
+INLINE Panel panel_of(const Weight& w, int64_t expert, int64_t panel) {
+  int64_t at = (expert * ((w.num_rows + 15) / 16) + panel) * (w.width / 16);
+  return {static_cast<const uint8_t*>(w.values) + at * 128, w.scales + at * 16, w.width};
+}
+
+static void integer_panel(const Panel& p, const uint8_t* rows, int64_t stride, int64_t count, float* out) {
+  for (; count >= 8; count -= 8, rows += 8 * stride, out += 128)
+    integer_rows<8>(p.codes, p.scales, p.width, rows, stride, out);
+  switch (count) {
+    case 1: return integer_rows<1>(p.codes, p.scales, p.width, rows, stride, out);
+    case 2: return integer_rows<2>(p.codes, p.scales, p.width, rows, stride, out);
+    case 3: return integer_rows<3>(p.codes, p.scales, p.width, rows, stride, out);
+    case 4: return integer_rows<4>(p.codes, p.scales, p.width, rows, stride, out);
+    case 5: return integer_rows<5>(p.codes, p.scales, p.width, rows, stride, out);
+    case 6: return integer_rows<6>(p.codes, p.scales, p.width, rows, stride, out);
+    case 7: return integer_rows<7>(p.codes, p.scales, p.width, rows, stride, out);
+    default: return;
+  }
+}
+
+static void float_panel(const Panel& p, const uint8_t* rows, int64_t stride, int64_t count, float* out) {
+  FlushSubnormals flush;
+  const auto* x = reinterpret_cast<const float*>(rows);
+  stride /= 4;
+  for (; count >= 4; count -= 4, x += 4 * stride, out += 64) float_rows<4>(p.codes, p.scales, p.width, x, stride, out);
+  for (; count >= 2; count -= 2, x += 2 * stride, out += 32) float_rows<2>(p.codes, p.scales, p.width, x, stride, out);
+  if (count) float_rows<1>(p.codes, p.scales, p.width, x, stride, out);
+}
+
+}  // namespace QWEN35_ISA
+}  // namespace qwen35
