@@ -151,8 +151,8 @@ class FP8Tensor:
 
 @dataclass(frozen=True)
 class NVFP4Panels:
-    """An NVFP4 weight [N, K] or [E, N, K] in the order in which CPU kernels read it: panels of 16 output features, zeros
-    beyond N. One step of a kernel takes 16 features at 4 neighbours of K from one half of 64 code bytes.
+    """An NVFP4 weight [N, K] or [E, N, K] in the order in which CPU kernels read it: panels of 16 output features,
+    zeros beyond N. One step of a kernel takes 16 features at 4 neighbours of K from one nibble of 64 code bytes.
 
     codes        uint8         [..., N/16, K/16, 128]: [half][feature][4], byte i of half h holds k = 8h + i in its low
                                and k = 8h + 4 + i in its high nibble
@@ -168,7 +168,9 @@ class NVFP4Panels:
     input_scale: Tensor | None = None
 
     @classmethod
-    def empty(cls, shape: torch.Size | tuple[int, ...], global_scale: Tensor, input_scale: Tensor | None) -> NVFP4Panels:
+    def empty(
+        cls, shape: torch.Size | tuple[int, ...], global_scale: Tensor, input_scale: Tensor | None
+    ) -> NVFP4Panels:
         """Unfilled panels for a weight of `shape` [..., N, K]."""
         *lead, num_rows, width = shape
         blocks = (*lead, -(-num_rows // PANEL_ROWS), width // BLOCK_WIDTH)
@@ -181,8 +183,10 @@ class NVFP4Panels:
         """The same weight, laid out by torch."""
         padding = (0, 0, 0, -weight.shape[-2] % PANEL_ROWS)
         codes = torch.nn.functional.pad(unpack(weight.codes), padding)
-        codes = codes.unflatten(-1, (-1, 2, 2, 4)).unflatten(-5, (-1, PANEL_ROWS))  # [..., P, lane, block, half, nibble, 4]
-        codes = codes.movedim(-5, -3)  # [..., P, block, half, lane, nibble, 4]
+        codes = codes.unflatten(-1, (-1, 2, 2, 4)).unflatten(
+            -5, (-1, PANEL_ROWS)
+        )  # [..., P, lane, block, half, nib, 4]
+        codes = codes.movedim(-5, -3)  # [..., P, block, half, lane, nib, 4]
         codes = (codes[..., 0, :] | codes[..., 1, :] << 4).flatten(-3).contiguous()  # [..., P, block, 128]
         scales = torch.nn.functional.pad(weight.scales.view(torch.uint8), padding).unflatten(-2, (-1, PANEL_ROWS)).mT
         scales = scales.contiguous().view(torch.float8_e4m3fn)  # [..., P, block, 16]
@@ -191,7 +195,7 @@ class NVFP4Panels:
     def to_rows(self) -> NVFP4Tensor:
         """The same weight as a checkpoint holds it."""
         halves = self.codes.unflatten(-1, (2, PANEL_ROWS, 4))  # [..., P, block, half, lane, 4]
-        codes = torch.stack((halves & 0x0F, halves >> 4), -2).movedim(-3, -5)  # [..., P, lane, block, half, nibble, 4]
+        codes = torch.stack((halves & 0x0F, halves >> 4), -2).movedim(-3, -5)  # [..., P, lane, block, half, nib, 4]
         codes = codes.flatten(-4).flatten(-3, -2)[..., : self.num_rows, :]  # [..., N, K]
         scales = self.scales.view(torch.uint8).mT.flatten(-3, -2)[..., : self.num_rows, :]  # [..., N, K/16]
         scales = scales.contiguous().view(torch.float8_e4m3fn)
@@ -284,14 +288,15 @@ def fake_quantize_activation_fp8(x: Tensor, input_scale: Tensor, dtype: torch.dt
 
 
 def fake_quantize_activation_int8(x: Tensor) -> Tensor:
-    """x [..., K] rounded to 255 levels in each block of 16 along K, symmetric: the scale is the block's absolute maximum
-    over 127, below 1e-30 the block is zero. A last block may be shorter."""
-    *lead, width = x.shape
+    """x [..., K] rounded to 255 levels in each block of 16 along K, symmetric: the scale is the block's absolute
+    maximum over 127, below 1e-30 the block is zero. A last block may be shorter."""
+    *_, width = x.shape
     blocks = torch.nn.functional.pad(x.float(), (0, -width % BLOCK_WIDTH)).unflatten(-1, (-1, BLOCK_WIDTH))
     amax = blocks.abs().amax(-1, keepdim=True)  # [..., K/16, 1]
-    inverse = torch.where(amax < _INT8_MIN, 0.0, INT8_MAX / amax)
-    rounded = (blocks * inverse).round() * torch.where(amax < _INT8_MIN, 0.0, amax / INT8_MAX)
-    return rounded.flatten(-2)[..., :width].to(x.dtype)
+    inverse = torch.full_like(amax, INT8_MAX).div_(amax)  # one rounding: a number over a tensor would take two
+    levels = (blocks * inverse.masked_fill_(amax < _INT8_MIN, 0.0)).round_()
+    scale = (amax / INT8_MAX).masked_fill_(amax < _INT8_MIN, 0.0)
+    return (levels * scale).flatten(-2)[..., :width].to(x.dtype)
 
 
 def dequantize(weight: LinearWeight, dtype: torch.dtype = torch.float32) -> Tensor:

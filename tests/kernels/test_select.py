@@ -6,7 +6,7 @@ import torch
 from qwen35.errors import ConfigError
 from qwen35.kernels.cpu import CpuOps
 from qwen35.kernels.reference import ReferenceOps
-from qwen35.kernels.select import select_ops
+from qwen35.kernels.select import DEFAULT_ACTIVATIONS, select_ops
 from qwen35.nvfp4 import fake_quantize_activation, quantize_weight
 from qwen35.settings import Settings
 
@@ -42,6 +42,14 @@ def test_activations_setting():
     dense, quantized = (select_ops(Settings(activations=kind), "cpu") for kind in ("dense", "nvfp4"))
     assert torch.equal(quantized.linear(x, weight), dense.linear(rounded, weight))
     assert not torch.equal(quantized.linear(x, weight), dense.linear(x, weight))
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+def test_activations_of_their_own_choice(native_library, kernels):
+    default = {"reference": "dense", "cpu": DEFAULT_ACTIVATIONS}[kernels]
+    for activations, expected in (("auto", default), ("dense", "dense"), ("int8", "int8"), ("nvfp4", "nvfp4")):
+        ops = select_ops(Settings(kernels=kernels, activations=activations), "cpu")
+        assert ops.identity.endswith(f"/{expected}")
 
 
 def test_unknown_device_is_refused():

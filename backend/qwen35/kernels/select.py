@@ -13,7 +13,7 @@ from qwen35.kernels.ops import Ops
 from qwen35.kernels.reference import ReferenceOps
 from qwen35.settings import Settings
 
-DEFAULT_ACTIVATIONS = "int8"  # of native kernels, for `auto`; perf/ARITHMETIC.md has the measurement behind it
+DEFAULT_ACTIVATIONS = "dense"  # of native kernels, for `auto`
 
 
 def select_ops(settings: Settings, device: torch.device | str) -> Ops:

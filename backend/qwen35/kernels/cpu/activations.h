@@ -35,13 +35,16 @@ INLINE Form form_of(const Weight& w, int64_t count) {
 #endif
 }
 
-// Bytes from one row to the next; of kColumns, of a row's share.
+// Bytes from one row to the next, of kColumns a row's share. Rows are an odd number of cache lines apart: a power of two
+// would put the rows of one tile into one set of the cache.
 INLINE int64_t row_bytes(const Weight& w, int64_t count) {
   switch (form_of(w, count)) {
-    case Form::kIntegers: return (w.width + w.width / 2 + 63) & ~int64_t{63};
-    case Form::kFloats: return padded(w.width) * 4;
-    default: return padded(w.width) * 2;
+    case Form::kIntegers: return ((w.width + w.width / 2 + 63) & ~int64_t{63}) | 64;
+    case Form::kFloats: return padded(w.width) * 4 | 64;
+    case Form::kRows: return padded(w.width) * 2 | 64;
+    case Form::kColumns: break;
   }
+  return padded(w.width) * 2;
 }
 
 // Of all rows, zero rows up to a multiple of 16 included.

@@ -84,37 +84,46 @@ INLINE F16 rounded(F16 x) {
   return load_bf16(values);
 }
 
-// silu(gate) * up of one panel of the expert width for all rows of a group.
-static void gate_and_up(const Experts& a, const Group& group, int64_t panel) {
-  const int64_t left = a.gate->num_rows - 16 * panel;
-  auto* gates = static_cast<float*>(scratch(2, 2 * padded_rows(group.count) * 64));
-  float* ups = gates + 16 * padded_rows(group.count);
-  product(*a.gate, group.expert, panel, group.rows, group.count, gates);
-  product(*a.up, group.expert, panel, group.up_rows, group.count, ups);
-  F16 gate_factor = set1(factor_of(*a.gate, group.expert)), up_factor = set1(factor_of(*a.up, group.expert));
-  for (int64_t m = 0; m < group.count; ++m) {
-    F16 gate = mul(load_at(gates + 16 * m, left), gate_factor), up = mul(load_at(ups + 16 * m, left), up_factor);
-    put(*a.down, group.expert, group.count, m, panel, rounded(mul(silu(gate), up)), group.inner);
-  }
+// silu(gate) * up of some panels of the expert width for all rows of a group.
+static void gate_and_up(const Experts& a, const Group& group, const Panels& panels) {
+  const int64_t stride = padded_rows(group.count) * 16, num_sums = (panels.stop - panels.first) * stride;
+  auto* gates = static_cast<float*>(scratch(2, 2 * num_sums * 4));
+  float* ups = gates + num_sums;
+  product({*a.gate, group.expert, panels.first, panels.stop, group.rows, group.count, gates, stride});
+  product({*a.up, group.expert, panels.first, panels.stop, group.up_rows, group.count, ups, stride});
+  const F16 gate_factor = set1(factor_of(*a.gate, group.expert)), up_factor = set1(factor_of(*a.up, group.expert));
+  for (int64_t panel = panels.first; panel < panels.stop; ++panel)
+    for (int64_t m = 0; m < group.count; ++m) {
+      const int64_t left = a.gate->num_rows - 16 * panel, at = (panel - panels.first) * stride + 16 * m;
+      F16 gate = mul(load_at(gates + at, left), gate_factor), up = mul(load_at(ups + at, left), up_factor);
+      put(*a.down, group.expert, group.count, m, panel, rounded(mul(silu(gate), up)), group.inner);
+    }
 }
 
-// One panel of H: down of every group, added up for each token.
-static void down_and_add(const Experts& a, const Group* groups, int64_t num_groups, const int64_t* sorted, int64_t panel) {
-  const int64_t left = a.down->num_rows - 16 * panel;
-  auto* totals = static_cast<float*>(scratch(2, (a.num_tokens + padded_rows(a.num_tokens)) * 64));
-  float* sums = totals + 16 * a.num_tokens;
-  std::memset(totals, 0, a.num_tokens * 64);
+// Some panels of H: down of every group, added up for each token.
+static void down_and_add(const Experts& a, const Group* groups, int64_t num_groups, const int64_t* sorted,
+                         const Panels& panels) {
+  const int64_t num_panels = panels.stop - panels.first, stride = padded_rows(a.num_tokens) * 16;
+  auto* totals = static_cast<float*>(scratch(2, 2 * num_panels * stride * 4));
+  float* sums = totals + num_panels * stride;
+  std::memset(totals, 0, num_panels * stride * 4);
   for (const Group* group = groups; group < groups + num_groups; ++group) {
-    product(*a.down, group->expert, panel, group->inner, group->count, sums);
-    F16 factor = set1(factor_of(*a.down, group->expert));
+    product({*a.down, group->expert, panels.first, panels.stop, group->inner, group->count, sums, stride});
+    const F16 factor = set1(factor_of(*a.down, group->expert));
     for (int64_t m = 0; m < group->count; ++m) {
-      int64_t choice = sorted[group->first + m];
-      float* total = totals + choice / a.top * 16;
-      store(total, fma(mul(load_at(sums + 16 * m, left), factor), set1(a.shares[choice]), load(total)));
+      const int64_t choice = sorted[group->first + m], token = choice / a.top;
+      const F16 share = set1(a.shares[choice]);
+      for (int64_t i = 0; i < num_panels; ++i) {
+        float* total = totals + i * stride + 16 * token;
+        store(total, fma(mul(load(sums + i * stride + 16 * m), factor), share, load(total)));
+      }
     }
   }
   for (int64_t token = 0; token < a.num_tokens; ++token)
-    store_bf16_at(a.out + token * a.down->num_rows + 16 * panel, load(totals + 16 * token), left);
+    for (int64_t i = 0; i < num_panels; ++i) {
+      const int64_t first = 16 * (panels.first + i), hidden = a.down->num_rows;
+      store_bf16_at(a.out + token * hidden + first, load(totals + i * stride + 16 * token), hidden - first);
+    }
 }
 
 static void experts(const Experts* arguments) {
@@ -127,11 +136,11 @@ static void experts(const Experts* arguments) {
   const int64_t num_groups = group_by_expert(a, num_experts, sorted, starts, groups);
   place_groups(a, groups, num_groups);
   prepare_groups(a, groups, num_groups, sorted);
-  const int64_t inner_panels = num_panels(*a.gate);
-  auto first_pass = [&](int64_t index) { gate_and_up(a, groups[index / inner_panels], index % inner_panels); };
-  for_each(num_groups * inner_panels, first_pass);
-  auto second_pass = [&](int64_t panel) { down_and_add(a, groups, num_groups, sorted, panel); };
-  for_each(num_panels(*a.down), second_pass);
+  const int64_t items = num_items(*a.gate);
+  auto first_pass = [&](int64_t index) { gate_and_up(a, groups[index / items], Panels(*a.gate, index % items)); };
+  for_each(num_groups * items, first_pass);
+  auto second_pass = [&](int64_t index) { down_and_add(a, groups, num_groups, sorted, Panels(*a.down, index)); };
+  for_each(num_items(*a.down), second_pass);
 }
 
 // Softmax over logits [E], the k highest (ties to the lowest id), renormalised, ids ascending. Uses scratch 2.

@@ -86,9 +86,8 @@ INLINE Panel panel_of(const Weight& w, int64_t expert, int64_t panel) {
   return {static_cast<const uint8_t*>(w.values) + at * 128, w.scales + at * 16, w.width};
 }
 
+// Up to 8 rows.
 static void integer_panel(const Panel& p, const uint8_t* rows, int64_t stride, int64_t count, float* out) {
-  for (; count >= 8; count -= 8, rows += 8 * stride, out += 128)
-    integer_rows<8>(p.codes, p.scales, p.width, rows, stride, out);
   switch (count) {
     case 1: return integer_rows<1>(p.codes, p.scales, p.width, rows, stride, out);
     case 2: return integer_rows<2>(p.codes, p.scales, p.width, rows, stride, out);
@@ -97,17 +96,19 @@ static void integer_panel(const Panel& p, const uint8_t* rows, int64_t stride, i
     case 5: return integer_rows<5>(p.codes, p.scales, p.width, rows, stride, out);
     case 6: return integer_rows<6>(p.codes, p.scales, p.width, rows, stride, out);
     case 7: return integer_rows<7>(p.codes, p.scales, p.width, rows, stride, out);
-    default: return;
+    default: return integer_rows<8>(p.codes, p.scales, p.width, rows, stride, out);
   }
 }
 
+// Up to 4 rows.
 static void float_panel(const Panel& p, const uint8_t* rows, int64_t stride, int64_t count, float* out) {
-  FlushSubnormals flush;
   const auto* x = reinterpret_cast<const float*>(rows);
-  stride /= 4;
-  for (; count >= 4; count -= 4, x += 4 * stride, out += 64) float_rows<4>(p.codes, p.scales, p.width, x, stride, out);
-  for (; count >= 2; count -= 2, x += 2 * stride, out += 32) float_rows<2>(p.codes, p.scales, p.width, x, stride, out);
-  if (count) float_rows<1>(p.codes, p.scales, p.width, x, stride, out);
+  switch (count) {
+    case 1: return float_rows<1>(p.codes, p.scales, p.width, x, stride / 4, out);
+    case 2: return float_rows<2>(p.codes, p.scales, p.width, x, stride / 4, out);
+    case 3: return float_rows<3>(p.codes, p.scales, p.width, x, stride / 4, out);
+    default: return float_rows<4>(p.codes, p.scales, p.width, x, stride / 4, out);
+  }
 }
 
 }  // namespace QWEN35_ISA

@@ -31,16 +31,19 @@ INLINE void expand_e4m3(const uint8_t* from, bf16* to) {
 }
 #endif
 
-// `num_rows` rows of an FP8 weight -> bf16, rows padded(K) apart, zeros behind K. Uses scratch 0.
+// Elements from one expanded row to the next: an odd number of cache lines, see `row_bytes`.
+INLINE int64_t expanded_stride(const Weight& w) { return padded(w.width) | 32; }
+
+// `num_rows` rows of an FP8 weight -> bf16, zeros behind K. Uses scratch 0.
 static const bf16* expand_fp8(const Weight& w, int64_t first, int64_t num_rows) {
-  const int64_t ldw = padded(w.width);
+  const int64_t ldw = expanded_stride(w);
   auto* expanded = static_cast<bf16*>(scratch(0, num_rows * ldw * 2));
   for (int64_t n = 0; n < num_rows; ++n) {
     const uint8_t* from = static_cast<const uint8_t*>(w.values) + (first + n) * w.width;
     bf16* to = expanded + n * ldw;
     int64_t k = 0;
     for (; k + 32 <= w.width; k += 32) expand_e4m3(from + k, to + k);
-    for (; k < ldw; ++k) to[k] = k < w.width ? e4m3_values[from[k]] : 0;
+    for (; k < padded(w.width); ++k) to[k] = k < w.width ? e4m3_values[from[k]] : 0;
   }
   return expanded;
 }
@@ -82,52 +85,163 @@ static void tile(const bf16* const* x, const bf16* w, int64_t ldw, int64_t width
     for (int n = 0; n < N; ++n) out[m * stride + n] = sum(acc[m][n]);
 }
 
-#if !defined(__AMX_TILE__)
 template <int M>
-static void strip(const bf16* x, const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, float* out) {
+static void strip(const bf16* const* x, const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, float* out) {
   constexpr int N = M <= kTile / 2 ? 2 * kTile : kTile;
-  const bf16* rows[M];
-  for (int m = 0; m < M; ++m) rows[m] = x + m * padded(width);
   int64_t n = 0;
-  for (; n + N <= num_rows; n += N) tile<M, N>(rows, w + n * ldw, ldw, width, out + n, 16);
-  for (; n < num_rows; ++n) tile<M, 1>(rows, w + n * ldw, ldw, width, out + n, 16);
+  for (; n + N <= num_rows; n += N) tile<M, N>(x, w + n * ldw, ldw, width, out + n, 16);
+  for (; n < num_rows; ++n) tile<M, 1>(x, w + n * ldw, ldw, width, out + n, 16);
 }
 
-// out[m * 16 + n] = x[m] . w[n], rows of w ldw apart, those of x padded(K).
-static void dense_panel(const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, const bf16* x, int64_t count,
-                        float* out) {
-  for (; count >= kTile; count -= kTile, x += kTile * padded(width), out += kTile * 16)
-    strip<kTile>(x, w, ldw, width, num_rows, out);
-  if (count == 1) strip<1>(x, w, ldw, width, num_rows, out);
-  if (count == 2) strip<2>(x, w, ldw, width, num_rows, out);
-  if (count == 3) strip<3>(x, w, ldw, width, num_rows, out);
-}
-#endif
+// Panels [first, stop) of the weight of one expert, and where their sums go: out[(panel - first) * stride + m * 16 + n].
+struct Job {
+  const Weight& w;
+  int64_t expert, first, stop;
+  const uint8_t* rows;  // `count` rows prepared by `put` for this weight
+  int64_t count;
+  float* out;
+  int64_t stride;
 
-static void nvfp4_panel(const Weight& w, int64_t expert, int64_t panel, const uint8_t* rows, int64_t count, float* out) {
-  const Panel p = panel_of(w, expert, panel);
-  const int64_t stride = row_bytes(w, count);
+  int64_t row_stride() const { return row_bytes(w, count); }
+  float* sums(int64_t panel, int64_t m) const { return out + (panel - first) * stride + m * 16; }
+};
+
+// A pass over so many rows at once keeps them in the cache for all panels of a job.
+constexpr int64_t kRowsAtOnce = 64;
+
+INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void integer_products(const Job& job, int64_t first_row) {
+  const int64_t stride = job.row_stride();
+  for (int64_t start = first_row; start < job.count; start += kRowsAtOnce)
+    for (int64_t panel = job.first; panel < job.stop; ++panel)
+      for (int64_t m = start; m < least(job.count, start + kRowsAtOnce); m += 8)
+        integer_panel(panel_of(job.w, job.expert, panel), job.rows + m * stride, stride, least(8, job.count - m),
+                      job.sums(panel, m));
+}
+
+static void float_products(const Job& job) {
+  FlushSubnormals flush;
+  const int64_t stride = job.row_stride();
+  for (int64_t panel = job.first; panel < job.stop; ++panel)
+    for (int64_t m = 0; m < job.count; m += 4)
+      float_panel(panel_of(job.w, job.expert, panel), job.rows + m * stride, stride, least(4, job.count - m),
+                  job.sums(panel, m));
+}
+
+// Panels of a dense or FP8 weight as bf16 rows.
+struct DenseRows {
+  const bf16* values;
+  int64_t stride;
+  explicit DenseRows(const Job& job) {
+    const Weight& w = job.w;
+    const int64_t first = job.expert * w.num_rows + 16 * job.first;
+    stride = w.kind == kFP8 ? expanded_stride(w) : w.width;
+    values = w.kind == kFP8 ? expand_fp8(w, first, least(w.num_rows, 16 * job.stop) - 16 * job.first)
+                            : static_cast<const bf16*>(w.values) + first * w.width;
+  }
+  const bf16* panel(const Job& job, int64_t panel) const { return values + 16 * (panel - job.first) * stride; }
+};
+
 #if defined(__AMX_TILE__)
-  if (form_of(w, count) == Form::kRows) return row_panel(p, rows, stride, count, out);
-  if (form_of(w, count) == Form::kIntegers && count > 8) return integer_tiles(p, rows, stride, count, out);
-#endif
-  if (form_of(w, count) == Form::kIntegers) return integer_panel(p, rows, stride, count, out);
-  float_panel(p, rows, stride, count, out);
+constexpr int64_t kTileRows = 32;  // integers: from here on a panel expanded once for all rows pays
+
+// Whole tiles of 16 rows; returns the first row that is left.
+static int64_t integer_tiles(const Job& job) {
+  const int64_t stride = job.row_stride(), num_bytes = ExpandedIntegers::num_bytes(job.w.width);
+  const int64_t stop = job.count < kTileRows ? 0 : job.count - job.count % 16 + (job.count % 16 > 8 ? 16 : 0);
+  if (!stop) return 0;
+  IntegerScope scope;
+  auto* expanded = static_cast<uint8_t*>(scratch(0, (job.stop - job.first) * num_bytes));
+  for (int64_t start = 0; start < stop; start += kRowsAtOnce)
+    for (int64_t panel = job.first; panel < job.stop; ++panel) {
+      const Panel p = panel_of(job.w, job.expert, panel);
+      uint8_t* at = expanded + (panel - job.first) * num_bytes;
+      const ExpandedIntegers weight(p, at, start == 0);
+      for (int64_t m = start; m < least(stop, start + kRowsAtOnce); m += 16)
+        integer_tile(weight, p.width, job.rows + m * stride, stride, job.sums(panel, m));
+    }
+  return stop;
 }
 
-// out[m * 16 + n] = x[m] . weight[expert, 16 * panel + n], without the weight's factor, for n < 16 and within N, of
-// `count` rows prepared by `put` for this weight. `out` has room for rows up to a multiple of 16. Uses scratch 0.
-static void product(const Weight& w, int64_t expert, int64_t panel, const uint8_t* rows, int64_t count, float* out) {
-  if (w.kind == kNVFP4) return nvfp4_panel(w, expert, panel, rows, count, out);
-  const int64_t left = w.num_rows - 16 * panel, num_rows = left < 16 ? left : 16;
-  const int64_t first = expert * w.num_rows + 16 * panel;
-  const bf16* values = w.kind == kFP8 ? expand_fp8(w, first, num_rows) : static_cast<const bf16*>(w.values) + first * w.width;
-  const int64_t ldw = w.kind == kFP8 ? padded(w.width) : w.width;
-#if defined(__AMX_TILE__)
-  column_panel(values, ldw, w.width, num_rows, rows, count, out);
+static void row_products(const Job& job) {
+  const int64_t stride = job.row_stride(), num_steps = padded(job.w.width) / 32;
+  auto* expanded = static_cast<uint8_t*>(scratch(0, (job.stop - job.first) * num_steps * 1024));
+  Bf16Scope scope;
+  for (int64_t m = 0; m < job.count; m += kRowsAtOnce)
+    for (int64_t panel = job.first; panel < job.stop; ++panel) {
+      uint8_t* weight = expanded + (panel - job.first) * num_steps * 1024;
+      const uint8_t* rows = job.rows + m * stride;
+      if (m == 0) expand_panel(panel_of(job.w, job.expert, panel), weight);
+      switch ((least(kRowsAtOnce, job.count - m) + 15) / 16) {
+        case 1: rows_by_tiles<1>(weight, rows, stride, num_steps, job.sums(panel, m)); break;
+        case 2: rows_by_tiles<2>(weight, rows, stride, num_steps, job.sums(panel, m)); break;
+        case 3: rows_by_tiles<3>(weight, rows, stride, num_steps, job.sums(panel, m)); break;
+        default: rows_by_tiles<4>(weight, rows, stride, num_steps, job.sums(panel, m));
+      }
+    }
+}
+
+// Panels [first, stop), of `num_rows` outputs each.
+static void column_products(const Job& job, const DenseRows& dense, int64_t first, int64_t stop, int64_t num_rows) {
+  const int64_t distance = padded(job.w.width) * 32, ldw = dense.stride, width = job.w.width;
+  Bf16Scope scope(num_rows);
+  for (int64_t m = 0; m < job.count; m += kRowsAtOnce)
+    for (int64_t panel = first; panel < stop; ++panel) {
+      const bf16* w = dense.panel(job, panel);
+      const uint8_t* columns = job.rows + m / 16 * distance;
+      float* out = job.sums(panel, m);
+      switch ((least(kRowsAtOnce, job.count - m) + 15) / 16) {
+        case 1: columns_by_tiles<1>(w, ldw, width, num_rows, columns, distance, out); break;
+        case 2: columns_by_tiles<2>(w, ldw, width, num_rows, columns, distance, out); break;
+        case 3: columns_by_tiles<3>(w, ldw, width, num_rows, columns, distance, out); break;
+        default: columns_by_tiles<4>(w, ldw, width, num_rows, columns, distance, out);
+      }
+    }
+}
+
+static void dense_products(const Job& job) {
+  const DenseRows dense(job);
+  const int64_t num_whole = least(job.stop, job.w.num_rows / 16), left = job.w.num_rows - 16 * num_whole;
+  if (job.first < num_whole) column_products(job, dense, job.first, num_whole, 16);
+  if (num_whole < job.stop) column_products(job, dense, num_whole, job.stop, left);
+}
 #else
-  dense_panel(values, ldw, w.width, num_rows, reinterpret_cast<const bf16*>(rows), count, out);
+static void dense_products(const Job& job) {
+  const DenseRows dense(job);
+  const int64_t stride = job.row_stride();
+  for (int64_t panel = job.first; panel < job.stop; ++panel) {
+    const bf16* w = dense.panel(job, panel);
+    const int64_t num_rows = least(16, job.w.num_rows - 16 * panel);
+    for (int64_t m = 0; m < job.count; m += kTile) {
+      const bf16* x[kTile];
+      for (int64_t i = 0; i < kTile; ++i)
+        x[i] = reinterpret_cast<const bf16*>(job.rows + least(m + i, job.count - 1) * stride);
+      float* out = job.sums(panel, m);
+      switch (least(kTile, job.count - m)) {
+        case 1: strip<1>(x, w, dense.stride, job.w.width, num_rows, out); break;
+        case 2: strip<2>(x, w, dense.stride, job.w.width, num_rows, out); break;
+        case 3: strip<3>(x, w, dense.stride, job.w.width, num_rows, out); break;
+        default: strip<kTile>(x, w, dense.stride, job.w.width, num_rows, out);
+      }
+    }
+  }
+}
 #endif
+
+// Sums x[m] . weight[expert, 16 * panel + n], without the weight's factor, of all rows and panels; those for n beyond N
+// mean nothing, and sums of rows up to a multiple of 16 may be written. Uses scratch 0.
+static void product(const Job& job) {
+  if (job.w.kind != kNVFP4) return dense_products(job);
+  switch (form_of(job.w, job.count)) {
+    case Form::kFloats: return float_products(job);
+#if defined(__AMX_TILE__)
+    case Form::kRows: return row_products(job);
+    default: return integer_products(job, integer_tiles(job));
+#else
+    default: return integer_products(job, 0);
+#endif
+  }
 }
 
 // What a sum of `product` is to be multiplied with.

@@ -39,49 +39,68 @@ INLINE void add_integers(const int32_t* sums, F16 weight_scale, const float* sca
   }
 }
 
-// As `integer_panel`; the rows up to the next multiple of 16 are read, and written to `out`, too. Uses scratch 0.
-static void integer_tiles(const Panel& p, const uint8_t* rows, int64_t stride, int64_t count, float* out) {
-  const int64_t num_blocks = p.width / 16;
-  auto* expanded = static_cast<uint8_t*>(scratch(0, num_blocks * 320));
-  auto* weight_scales = reinterpret_cast<float*>(expanded + num_blocks * 256);
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    expand_integers(p.codes + block * 128, expanded + block * 256);
-    expand_integers(p.codes + block * 128 + 64, expanded + block * 256 + 128);
-    store(weight_scales + 16 * block, load_e4m3(p.scales + 16 * block));
+// A panel of integers as tiles read it: [K / 16][4][64] codes, then [K / 16][16] block scales.
+struct ExpandedIntegers {
+  uint8_t* codes;
+  float* scales;
+  static int64_t num_bytes(int64_t width) { return width / 16 * 320; }
+  // Expands into `to`, or finds it there.
+  ExpandedIntegers(const Panel& p, uint8_t* to, bool is_first) : codes(to), scales(reinterpret_cast<float*>(to + p.width * 16)) {
+    if (!is_first) return;
+    for (int64_t block = 0; block < p.width / 16; ++block) {
+      expand_integers(p.codes + block * 128, codes + block * 256);
+      expand_integers(p.codes + block * 128 + 64, codes + block * 256 + 128);
+      store(scales + 16 * block, load_e4m3(p.scales + 16 * block));
+    }
   }
-  TileShapes shapes;
-  for (int i = 0; i < 2; ++i) shapes.set(i, 16, 64), shapes.set(4 + i, 16, 16), shapes.set(6 + i, 4, 64);
-  TileScope scope(shapes);
+};
+
+template <int Tile>
+INLINE void add_integer_product(const uint8_t* rows, int64_t stride, const uint8_t* codes, int32_t* sums) {
+  static_assert(Tile < 2);
+  if constexpr (Tile == 0) {
+    _tile_zero(0);
+    _tile_loadd(4, rows, stride);
+    _tile_loadd(6, codes, 64);
+    _tile_dpbssd(0, 4, 6);
+    _tile_stored(0, sums, 64);
+  } else {
+    _tile_zero(1);
+    _tile_loadd(5, rows, stride);
+    _tile_loadd(7, codes, 64);
+    _tile_dpbssd(1, 5, 7);
+    _tile_stored(1, sums, 64);
+  }
+}
+
+struct IntegerScope : TileScope {
+  static TileShapes shapes() {
+    TileShapes shapes;
+    for (int i = 0; i < 2; ++i) shapes.set(i, 16, 64), shapes.set(4 + i, 16, 16), shapes.set(6 + i, 4, 64);
+    return shapes;
+  }
+  IntegerScope() : TileScope(shapes()) {}
+};
+
+// As `integer_rows` for 16 rows.
+static void integer_tile(const ExpandedIntegers& weight, int64_t width, const uint8_t* rows, int64_t stride, float* out) {
   alignas(64) int32_t sums[2][256];
-  for (; count > 0; count -= 16, rows += 16 * stride, out += 256) {
-    const float* scales = scales_of(rows, p.width);
-    F16 acc[16];
-    for (F16& one : acc) one = zero();
-    int64_t block = 0;
-    for (; block + 2 <= num_blocks; block += 2) {
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_loadd(4, rows + 16 * block, stride);
-      _tile_loadd(6, expanded + 256 * block, 64);
-      _tile_dpbssd(0, 4, 6);
-      _tile_loadd(5, rows + 16 * block + 16, stride);
-      _tile_loadd(7, expanded + 256 * block + 256, 64);
-      _tile_dpbssd(1, 5, 7);
-      _tile_stored(0, sums[0], 64);
-      _tile_stored(1, sums[1], 64);
-      add_integers(sums[0], load(weight_scales + 16 * block), scales + block, stride / 4, acc);
-      add_integers(sums[1], load(weight_scales + 16 * block + 16), scales + block + 1, stride / 4, acc);
-    }
-    if (block < num_blocks) {
-      _tile_zero(0);
-      _tile_loadd(4, rows + 16 * block, stride);
-      _tile_loadd(6, expanded + 256 * block, 64);
-      _tile_dpbssd(0, 4, 6);
-      _tile_stored(0, sums[0], 64);
-      add_integers(sums[0], load(weight_scales + 16 * block), scales + block, stride / 4, acc);
-    }
-    for (int m = 0; m < 16; ++m) store(out + 16 * m, acc[m]);
+  const float* scales = scales_of(rows, width);
+  const int64_t num_blocks = width / 16;
+  F16 acc[16];
+  for (F16& one : acc) one = zero();
+  int64_t block = 0;
+  for (; block + 2 <= num_blocks; block += 2) {
+    add_integer_product<0>(rows + 16 * block, stride, weight.codes + 256 * block, sums[0]);
+    add_integer_product<1>(rows + 16 * block + 16, stride, weight.codes + 256 * block + 256, sums[1]);
+    add_integers(sums[0], load(weight.scales + 16 * block), scales + block, stride / 4, acc);
+    add_integers(sums[1], load(weight.scales + 16 * block + 16), scales + block + 1, stride / 4, acc);
   }
+  if (block < num_blocks) {
+    add_integer_product<0>(rows + 16 * block, stride, weight.codes + 256 * block, sums[0]);
+    add_integers(sums[0], load(weight.scales + 16 * block), scales + block, stride / 4, acc);
+  }
+  for (int m = 0; m < 16; ++m) store(out + 16 * m, acc[m]);
 }
 
 // 64 bytes of codes -> 4 rows of a bf16 tile: pairs of K for 16 outputs, block scale included, exact.
@@ -148,27 +167,28 @@ static void rows_by_tiles(const uint8_t* expanded, const uint8_t* rows, int64_t 
   store_sums<Count>(out);
 }
 
-// NVFP4 with bf16 activations of form kRows; rows and `out` up to a multiple of 16. Uses scratch 0.
-static void row_panel(const Panel& p, const uint8_t* rows, int64_t stride, int64_t count, float* out) {
-  const int64_t num_blocks = p.width / 16, num_steps = padded(p.width) / 32;
-  auto* expanded = static_cast<uint8_t*>(scratch(0, num_steps * 1024));
-  if (num_blocks % 2) std::memset(expanded + num_blocks * 512, 0, 512);
+// A panel as bf16 tiles: [K / 32][16 pairs][16][2].
+static void expand_panel(const Panel& p, uint8_t* to) {
+  const int64_t num_blocks = p.width / 16;
+  if (num_blocks % 2) std::memset(to + num_blocks * 512, 0, 512);
   for (int64_t block = 0; block < num_blocks; ++block) {
     const uint8_t* codes = p.codes + block * 128;
     prefetch(codes + kAhead), prefetch(codes + kAhead + 64), prefetch(p.scales + 16 * block + kAhead / 8);
     const F16 scale = load_e4m3(p.scales + 16 * block);
-    expand_pairs(codes, scale, expanded + block * 512);
-    expand_pairs(codes + 64, scale, expanded + block * 512 + 256);
+    expand_pairs(codes, scale, to + block * 512);
+    expand_pairs(codes + 64, scale, to + block * 512 + 256);
   }
-  TileShapes shapes;
-  for (int tile = 0; tile < 7; ++tile) shapes.set(tile, 16, 64);
-  TileScope scope(shapes);
-  for (; count > 48; count -= 64, rows += 64 * stride, out += 1024)
-    rows_by_tiles<4>(expanded, rows, stride, num_steps, out);
-  for (; count > 16; count -= 32, rows += 32 * stride, out += 512)
-    rows_by_tiles<2>(expanded, rows, stride, num_steps, out);
-  if (count > 0) rows_by_tiles<1>(expanded, rows, stride, num_steps, out);
 }
+
+struct Bf16Scope : TileScope {
+  static TileShapes shapes(int64_t num_rows) {
+    TileShapes shapes;
+    for (int tile = 0; tile < 5; ++tile) shapes.set(tile, num_rows, 64);
+    shapes.set(5, 16, 64), shapes.set(6, 16, 64);
+    return shapes;
+  }
+  explicit Bf16Scope(int64_t num_rows = 16) : TileScope(shapes(num_rows)) {}
+};
 
 // out[column * 16 + row] = tile[row * 16 + column].
 INLINE void store_transposed(const float* tile, float* out) {
@@ -194,39 +214,24 @@ INLINE void store_transposed(const float* tile, float* out) {
 // 16 outputs (weight rows ldw elements apart) against 16 * Count activation rows of form kColumns.
 template <int Count>
 static void columns_by_tiles(const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, const uint8_t* columns,
-                             int64_t distance, int64_t pair_bytes, float* out) {
+                             int64_t distance, float* out) {
   alignas(64) bf16 end[16][32] = {};
   alignas(64) float sums[256 * Count];
   const int64_t whole = width & ~int64_t{31};
   clear_sums();
   for (int64_t k = 0; k < whole; k += 32) {
     if constexpr (Count == 1)
-      for (int64_t n = 0; n < num_rows; ++n) prefetch(reinterpret_cast<const uint8_t*>(w + n * ldw + k + 256));
+      for (int64_t n = 0; n < num_rows; ++n) _mm_prefetch(w + n * ldw + k + 512, _MM_HINT_T1);
     _tile_loadd(4, w + k, ldw * 2);
-    add_products<Count, true>(columns + k * 32, pair_bytes, distance);
+    add_products<Count, true>(columns + k * 32, 64, distance);
   }
   if (whole < width) {
     for (int64_t n = 0; n < num_rows; ++n) std::memcpy(end[n], w + n * ldw + whole, (width - whole) * 2);
     _tile_loadd(4, end, 64);
-    add_products<Count, true>(columns + whole * 32, pair_bytes, distance);
+    add_products<Count, true>(columns + whole * 32, 64, distance);
   }
   store_sums<Count>(sums);
   for (int i = 0; i < Count; ++i) store_transposed(sums + 256 * i, out + 256 * i);
-}
-
-// Dense rows of a weight against activations of form kColumns; `out` up to a multiple of 16 activation rows.
-static void column_panel(const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, const uint8_t* columns,
-                         int64_t count, float* out) {
-  const int64_t distance = padded(width) * 32;
-  TileShapes shapes;
-  for (int tile = 0; tile < 5; ++tile) shapes.set(tile, num_rows, 64);
-  shapes.set(5, 16, 64), shapes.set(6, 16, 64);
-  TileScope scope(shapes);
-  for (; count > 48; count -= 64, columns += 4 * distance, out += 1024)
-    columns_by_tiles<4>(w, ldw, width, num_rows, columns, distance, 64, out);
-  for (; count > 16; count -= 32, columns += 2 * distance, out += 512)
-    columns_by_tiles<2>(w, ldw, width, num_rows, columns, distance, 64, out);
-  if (count > 0) columns_by_tiles<1>(w, ldw, width, num_rows, columns, distance, 64, out);
 }
 
 }  // namespace QWEN35_ISA

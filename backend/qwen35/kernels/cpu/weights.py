@@ -1,8 +1,8 @@
 """Weights as the native library sees them: small records of pointers, and NVFP4 weights laid out in panels.
 
-Dense and FP8 weights are read as they lie on disk. NVFP4 weights are read in panels: whoever loads a model lays them out
-once (`lay_out`, or `write_codes` and `write_scales` while a file streams in); a weight that comes in rows gets a copy in
-panels, kept as long as the weight lives."""
+Dense and FP8 weights are read as they lie on disk. NVFP4 weights are read in panels: whoever loads a model lays them
+out once (`lay_out`, or `write_codes` and `write_scales` while a file streams in); a weight that comes in rows gets a
+copy in panels, kept as long as the weight lives."""
 
 from __future__ import annotations
 
