@@ -168,17 +168,6 @@ class NVFP4Panels:
     input_scale: Tensor | None = None
 
     @classmethod
-    def empty(
-        cls, shape: torch.Size | tuple[int, ...], global_scale: Tensor, input_scale: Tensor | None
-    ) -> NVFP4Panels:
-        """Unfilled panels for a weight of `shape` [..., N, K]."""
-        *lead, num_rows, width = shape
-        blocks = (*lead, -(-num_rows // PANEL_ROWS), width // BLOCK_WIDTH)
-        codes = torch.empty(*blocks, PANEL_ROWS * BLOCK_WIDTH // 2, dtype=torch.uint8)
-        scales = torch.empty(*blocks, PANEL_ROWS, dtype=torch.float8_e4m3fn)
-        return cls(codes, scales, num_rows, global_scale, input_scale)
-
-    @classmethod
     def from_rows(cls, weight: NVFP4Tensor) -> NVFP4Panels:
         """The same weight, laid out by torch."""
         padding = (0, 0, 0, -weight.shape[-2] % PANEL_ROWS)

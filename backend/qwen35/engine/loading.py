@@ -19,6 +19,7 @@ def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache:
     """Target and, with drafting on, draft of ``settings.checkpoint``, on the device of ``cache``. Blocks that come
     back to ``pool`` wake an engine that waits. Raises CheckpointError and ConfigError."""
     device = cache.attention[0].keys.device
+    ops = select_ops(settings, device)
     weights, draft_weights, _ = load_language(
         settings.checkpoint,
         config,
@@ -26,8 +27,8 @@ def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache:
         device=device,
         dtype=select_dtype(settings.dtype),
         rounds_draft_experts=settings.draft_experts == "nvfp4",
+        weight_layout=ops.weight_layout,
     )
-    ops = select_ops(settings, device)
     draft = None if draft_weights is None else DraftModel(config.text, draft_weights, ops)
     tokenizer = Tokenizer.from_directory(settings.checkpoint)
     target = LanguageModel(config.text, weights, ops)

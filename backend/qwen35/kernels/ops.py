@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from qwen35.kernels.scan import RowScan
+from qwen35.kernels.weight_layout import WeightLayout
 from qwen35.nvfp4 import LinearWeight
 from qwen35.views import BatchView, GatedDeltaView, KVView
 
@@ -32,11 +33,7 @@ class Ops(Protocol):
 
     row_scan: RowScan | None  # for the sampler, which does without where there is none
     identity: str  # of the arithmetic: implementation, instruction set, activations; what a cache holds depends on it
-
-    def lay_out(self, weight: LinearWeight) -> LinearWeight:
-        """The weight in the order in which this implementation reads it; every operation takes both. Whoever keeps only
-        the result saves the operations a second copy."""
-        ...
+    weight_layout: WeightLayout  # in which weights are best loaded; every operation takes rows as on disk, too
 
     def linear(
         self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None

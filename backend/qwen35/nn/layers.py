@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from qwen35.kernels.ops import Ops
-from qwen35.nvfp4 import FP8Tensor, LinearWeight, NVFP4Tensor
+from qwen35.nvfp4 import FP8Tensor, LinearWeight, NVFP4Panels, NVFP4Tensor
 
 
 class Matrix(nn.Module):
@@ -21,6 +21,7 @@ class Matrix(nn.Module):
         for name, part in _parts(weight).items():
             self.register_buffer(name, part)
         self._packed = None if isinstance(weight, Tensor) else weight
+        self.num_rows = weight.num_rows if isinstance(weight, NVFP4Panels) else None
 
     @property
     def value(self) -> LinearWeight:
@@ -67,13 +68,16 @@ def weight_of(module: nn.Module) -> LinearWeight:
     """The weight in a module's buffers, be it a `Matrix` or what `torch.export` made of one."""
     buffers = dict(module.named_buffers(recurse=False))
     weight, input_scale = buffers["weight"], buffers.get("input_scale")
+    num_rows = getattr(module, "num_rows", None)
+    if num_rows is not None:
+        return NVFP4Panels(weight, buffers["weight_scale"], num_rows, buffers["weight_scale_2"], input_scale)
     if "weight_scale_2" in buffers:
         return NVFP4Tensor(weight, buffers["weight_scale"], buffers["weight_scale_2"], input_scale)
     return FP8Tensor(weight, buffers["weight_scale"], input_scale) if "weight_scale" in buffers else weight
 
 
 def _parts(weight: LinearWeight) -> dict[str, Tensor | None]:
-    if isinstance(weight, NVFP4Tensor):
+    if isinstance(weight, (NVFP4Tensor, NVFP4Panels)):
         return {
             "weight": weight.codes,
             "weight_scale": weight.scales,

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from qwen35.kernels.cpu.library import Attention, Experts, GatedDelta, find_library, load_library
 from qwen35.kernels.cpu.scan import NativeRowScan
-from qwen35.kernels.cpu.weights import WeightRecords, lay_out
+from qwen35.kernels.cpu.weights import PanelLayout, WeightRecords
 from qwen35.kernels.library import exportable, register
 from qwen35.kernels.reference import ReferenceOps
-from qwen35.nvfp4 import LinearWeight, NVFP4Tensor
+from qwen35.nvfp4 import LinearWeight
 from qwen35.views import BatchView, GatedDeltaView, KVView
 
 _BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -40,6 +40,7 @@ class CpuOps:
         self._activations = activations
         self._weights = WeightRecords(activations)
         self.row_scan = NativeRowScan(self._library)
+        self.weight_layout = PanelLayout()
         self._sequences: tuple[weakref.ref[BatchView], Tensor] | None = None
         self.name = f"cpu/{activations}"
         register(self.name, self)
@@ -47,10 +48,6 @@ class CpuOps:
     @property
     def identity(self) -> str:
         return f"cpu-{self._library.qwen35_instruction_set().decode()}/{self._activations}"
-
-    def lay_out(self, weight: LinearWeight) -> LinearWeight:
-        is_rows = isinstance(weight, NVFP4Tensor) and weight.device.type == "cpu"
-        return lay_out(weight) if is_rows else weight
 
     @exportable
     def linear(

@@ -1,8 +1,7 @@
 """Weights as the native library sees them: small records of pointers, and NVFP4 weights laid out in panels.
 
 Dense and FP8 weights are read as they lie on disk. NVFP4 weights are read in panels: whoever loads a model lays them
-out once (`lay_out`, or `write_codes` and `write_scales` while a file streams in); a weight that comes in rows gets a
-copy in panels, kept as long as the weight lives."""
+out on the way (`PanelLayout`); a weight that comes in rows gets a copy in panels, kept as long as the weight lives."""
 
 from __future__ import annotations
 
@@ -14,37 +13,50 @@ import torch
 from torch import Tensor
 
 from qwen35.kernels.cpu.library import Weight, find_library, load_library
-from qwen35.nvfp4 import FP8Tensor, LinearWeight, NVFP4Panels, NVFP4Tensor
+from qwen35.kernels.weight_layout import Allocate, PlainLayout
+from qwen35.nvfp4 import BLOCK_WIDTH, PANEL_ROWS, FP8Tensor, LinearWeight, NVFP4Panels, NVFP4Tensor
 
 _DENSE, _NVFP4, _FP8 = range(3)
 _ARITHMETIC = {"dense": 0, "int8": 1, "nvfp4": 2}
 
 
+class PanelLayout(PlainLayout):
+    """NVFP4 weights in panels (`NVFP4Panels`), all others as on disk. Raises OSError without the native library."""
+
+    def target(self, weight: LinearWeight, allocate: Allocate) -> LinearWeight:
+        if not isinstance(weight, NVFP4Tensor):
+            return super().target(weight, allocate)
+        *lead, num_rows, width = weight.shape
+        blocks = (*lead, -(-num_rows // PANEL_ROWS), width // BLOCK_WIDTH)
+        codes = allocate((*blocks, PANEL_ROWS * BLOCK_WIDTH // 2), weight.codes.dtype)
+        scales = allocate((*blocks, PANEL_ROWS), weight.scales.dtype)
+        return NVFP4Panels(codes, scales, num_rows, weight.global_scale, weight.input_scale)
+
+    def store(self, target: LinearWeight, part: str, expert: int | None, first_row: int, rows: Tensor) -> None:
+        if not isinstance(target, NVFP4Panels):
+            return super().store(target, part, expert, first_row, rows)
+        matrix = getattr(target, part) if expert is None else getattr(target, part)[expert]
+        rows, first_panel = rows.contiguous(), first_row // PANEL_ROWS
+        panels = matrix[first_panel : first_panel - (-len(rows) // PANEL_ROWS)]
+        assert first_row % PANEL_ROWS == 0 and panels.is_contiguous(), (first_row, panels.stride())
+        width = panels.shape[1] * BLOCK_WIDTH
+        getattr(load_library(find_library()), f"qwen35_lay_out_{part}")(
+            rows.data_ptr(), panels.data_ptr(), len(rows), width
+        )
+
+
 def lay_out(weight: NVFP4Tensor) -> NVFP4Panels:
-    """A weight [N, K] or [E, N, K] in panels, in memory of its own. Raises OSError without the native library."""
-    panels = NVFP4Panels.empty(weight.shape, weight.global_scale, weight.input_scale)
-    stacks = (weight.codes, weight.scales, panels.codes, panels.scales)
-    parts = zip(*stacks, strict=True) if weight.codes.ndim == 3 else (stacks,)
-    for codes, scales, panel_codes, panel_scales in parts:
-        write_codes(codes, panel_codes)
-        write_scales(scales, panel_scales)
+    """A weight [N, K] or [E, N, K] in panels, in memory of its own."""
+    layout = PanelLayout()
+    panels = layout.target(weight, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    for part in ("codes", "scales"):
+        rows = getattr(weight, part)
+        if rows.ndim == 2:
+            layout.store(panels, part, None, 0, rows)
+        else:
+            for expert, matrix in enumerate(rows):
+                layout.store(panels, part, expert, 0, matrix)
     return panels
-
-
-def write_codes(codes: Tensor, panels: Tensor) -> None:
-    """Codes uint8 [N, K/2] of one matrix -> its place in `NVFP4Panels.codes`, [N/16, K/16, 128]."""
-    _write("qwen35_lay_out_codes", codes, panels, codes.shape[1] * 2)
-
-
-def write_scales(scales: Tensor, panels: Tensor) -> None:
-    """Block scales float8_e4m3fn [N, K/16] of one matrix -> its place in `NVFP4Panels.scales`, [N/16, K/16, 16]."""
-    _write("qwen35_lay_out_scales", scales, panels, scales.shape[1] * 16)
-
-
-def _write(function: str, rows: Tensor, panels: Tensor, width: int) -> None:
-    assert panels.is_contiguous() and panels.shape[:2] == (-(-len(rows) // 16), width // 16), panels.shape
-    rows = rows.contiguous()
-    getattr(load_library(find_library()), function)(rows.data_ptr(), panels.data_ptr(), len(rows), width)
 
 
 class WeightRecords:

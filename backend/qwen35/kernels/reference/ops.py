@@ -12,6 +12,7 @@ from qwen35.kernels.reference import attention, elementwise, gated_delta, moe
 from qwen35.kernels.reference.dense import DenseWeights
 from qwen35.kernels.reference.linear import linear
 from qwen35.kernels.reference.plan import BatchPlan, plan_batch
+from qwen35.kernels.weight_layout import PlainLayout
 from qwen35.nvfp4 import LinearWeight
 from qwen35.views import BatchView, GatedDeltaView, KVView
 
@@ -30,13 +31,11 @@ class ReferenceOps:
         self._dense = DenseWeights(dense_cache_bytes)
         self._activations = activations
         self.identity = f"reference/{activations}"
+        self.weight_layout = PlainLayout()
         self.name = self.identity
         register(self.name, self)
         self.row_scan = None
         self._planned: tuple[weakref.ref[BatchView], BatchPlan] | None = None
-
-    def lay_out(self, weight: LinearWeight) -> LinearWeight:
-        return weight
 
     @exportable
     def linear(
