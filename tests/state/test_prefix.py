@@ -41,6 +41,11 @@ class TestHasher:
         assert [parts.digest(p) for p in range(1, 21)] == [whole.digest(p) for p in range(1, 21)]
         assert np.array_equal(parts.block_keys(19), whole.block_keys(20)[:4])
 
+    def test_names_of_different_salts_differ(self):
+        plain, salted = (PrefixHasher(TOKENS, block_tokens=4, salt=salt) for salt in ("", "x"))
+        assert plain.digest(3) != salted.digest(3)
+        assert not (plain.block_keys(20) == salted.block_keys(20)).any()
+
     @pytest.mark.parametrize("num_tokens", [0, 21, -1])
     def test_positions_outside_are_refused(self, num_tokens: int):
         with pytest.raises(ValueError, match=f"num_tokens: expected 1 to 20, got {num_tokens}"):

@@ -24,9 +24,9 @@ def arithmetic_of(settings: Settings, device: torch.device | str) -> str:
 
 
 def _processor(device: torch.device) -> str:
-    """A CPU by its instruction sets, from which torch and the native library choose."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    """A CPU by its instruction sets, from which torch and the library choose; no GPU is woken for its name."""
+    if device.type != "cpu":
+        return f"CUDA {torch.version.cuda}"
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     features = next((line for line in lines if line.startswith(("flags", "Features"))), "")
     return f"{platform.machine()} {hashlib.blake2b(features.encode(), digest_size=8).hexdigest()}"

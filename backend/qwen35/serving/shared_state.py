@@ -29,6 +29,7 @@ class SharedState:
     holder: Holder
     manager: RemoteManager
     pool: BlockPool
+    prefix_salt: str  # of `PrefixHasher`: on a GPU each process has bytes of its own behind the arena's blocks
 
     @classmethod
     def attach(
@@ -51,7 +52,9 @@ class SharedState:
             num_total_blocks=geometry.num_blocks,
             num_total_slots=geometry.num_slots,
         )
-        return cls(arena, holder, manager, pool)
+        is_shared = select_device(settings.device).type == "cpu"
+        salt = "" if is_shared else f"holder {holder.ref.row} {holder.ref.generation}"
+        return cls(arena, holder, manager, pool, salt)
 
     def close(self) -> None:
         """The manager takes back what is still ours; the last one out removes the arena."""

@@ -72,12 +72,16 @@ class Published:
 class PrefixHasher:
     """Names the prefixes of one sequence: a chain of 128-bit digests over its blocks, made as far as it is asked for.
 
-    An image's digest and place are part of every block that it touches. Not thread-safe."""
+    An image's digest and place are part of every block that it touches. Not thread-safe. Names of different ``salt``
+    never meet: a process whose blocks nobody else can read needs one of its own."""
 
-    def __init__(self, token_ids: Sequence[int], images: Sequence[ImageSpan] = (), *, block_tokens: int) -> None:
+    def __init__(
+        self, token_ids: Sequence[int], images: Sequence[ImageSpan] = (), *, block_tokens: int, salt: str = ""
+    ) -> None:
         self._block_tokens = block_tokens
         self._tokens = bytearray(np.asarray(token_ids, "<i4").tobytes())
-        self._chain = bytearray(KEY_BYTES)  # key of the empty prefix, then one for each full block
+        root = hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES).digest()
+        self._chain = bytearray(root)  # key of the empty prefix, then one for each full block
         self._images: dict[int, list[tuple[int, bytes]]] = defaultdict(list)  # block -> offset, name of an image in it
         for digest, offset, num_tokens in sorted(images, key=lambda image: image[1]):
             name = hashlib.blake2b(f"{digest} {offset} {num_tokens}".encode(), digest_size=KEY_BYTES).digest()
