@@ -36,7 +36,7 @@ class BlockPool:
         on_refill: Callable[[], None] | None = None,
         asks_at_once: bool = False,
     ) -> None:
-        """Extents default to an eighth of the blocks and a sixteenth of the slots. ``on_refill`` is called from the
+        """Extents default to an eighth of the blocks and of the slots. ``on_refill`` is called from the
         background thread, after the pool has grown. ``asks_at_once``: the source is in this process and answers in no
         time, so whoever finds too little asks it himself, and nothing is kept in reserve."""
         self.num_total_blocks = num_total_blocks
@@ -45,7 +45,7 @@ class BlockPool:
         self._source = source
         self._asks_at_once = asks_at_once
         self._blocks = Shelf("block", num_total_blocks, extent_blocks or -(-num_total_blocks // 8))
-        self._slots = Shelf("slot", num_total_slots, extent_slots or -(-num_total_slots // 16))
+        self._slots = Shelf("slot", num_total_slots, extent_slots or -(-num_total_slots // 8))
         self._mutex = threading.Lock()
         self._wake = threading.Event()
         self._closing = threading.Event()
