@@ -64,8 +64,11 @@ def test_patches_equal_transformers(width, height, config):
 
 
 def test_large_photo_is_shrunk():
-    ours = load_image(Image.new("RGB", (4000, 3000), (10, 20, 30)), "image", CONFIG, LIMITS)
-    assert list(ours.grid) == oracle(Image.new("RGB", (4000, 3000)), CONFIG)[1] == [1, 12, 18]
+    data = encode(noise(40, 30).resize((4000, 3000)), "JPEG")
+    ours = load_image(data, "image", CONFIG, LIMITS)
+    patches, grid = oracle(Image.open(io.BytesIO(data)), CONFIG)
+    assert list(ours.grid) == grid == [1, 12, 18]
+    torch.testing.assert_close(ours.patches, patches, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +124,26 @@ def test_exif_rotation():
     assert turned.grid == (1, 6, 4)
     assert turned.pixels[0, :, 48, 60].tolist() == [255, 0, 0]
     assert turned.pixels[0, :, 48, 4].tolist() == [0, 0, 255]
+
+
+# Orientation -> where the corner that was stored first is seen.
+CORNERS = {1: "top left", 2: "top right", 3: "bottom right", 4: "bottom left",
+           5: "top left", 6: "top right", 7: "bottom right", 8: "bottom left"}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+@pytest.mark.parametrize("orientation", [*CORNERS, 0, 9])
+def test_every_exif_orientation(orientation, kind):
+    image = Image.new("RGB", (96, 64), (0, 0, 255))
+    image.paste((255, 0, 0), (0, 0, 48, 32))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    turned = load_image(encode(image, kind, exif=exif), "image", CONFIG, LIMITS)
+    assert turned.grid == ((1, 6, 4) if orientation in (5, 6, 7, 8) else (1, 4, 6))
+    _, height, width = turned.pixels[0].shape
+    red = turned.pixels[0, 0, :: height - 1, :: width - 1] > 127  # the four corners
+    seen = CORNERS.get(orientation, "top left").split()
+    assert red.nonzero().tolist() == [[int(seen[0] == "bottom"), int(seen[1] == "right")]]
 
 
 def test_damaged_exif_is_ignored():

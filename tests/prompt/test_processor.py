@@ -90,6 +90,15 @@ def test_messages_with_an_image(processor, part):
     assert [(image.offset, image.num_tokens) for image in prompt.images] == [(len(start) - 5, 4)]
 
 
+def test_literal_placeholders_of_a_raw_prompt_are_places_for_images(processor):
+    """In content of messages they are text; a raw prompt speaks the template's language, and must mean what it says."""
+    for text, images in ((PAD, []), (f"{PAD}{PAD}", [SMALL]), (WRAPPED, [SMALL, LARGE]), ("<|video_pad|>", [])):
+        with pytest.raises(InvalidArgument, match="expected"):
+            processor.from_text(text, images)
+    spelt = processor.from_messages([{"role": "user", "content": f"what is {PAD} or {WRAPPED}?"}])
+    assert spelt.images == () and processor.tokenizer.encode(PAD)[0] not in spelt.token_ids
+
+
 def test_local_forms(processor, tmp_path):
     (tmp_path / "a.png").write_bytes(SMALL)
     path = tmp_path / "a.png"
