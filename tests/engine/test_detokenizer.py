@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from qwen35.engine.detokenizer import TextStream, Vocabulary
 from qwen35.engine.request import SamplingParams
 from qwen35.errors import CheckpointError, InvalidArgument
-from tests.engine.fakes import EOS, PIECES, VOCAB_SIZE, tokenizer
+from tests.engine.fakes import EOS, PIECES, VOCAB_SIZE, Rig, request, tokenizer
 
 TOKENIZER = tokenizer()
 VOCABULARY = Vocabulary(TOKENIZER)
@@ -155,3 +155,14 @@ def test_bad_words_are_spelt_with_and_without_a_space():
     assert spell(("a",)) == ((0,), (3,))
     assert spell((" ab",)) == ((0, 1), (3, 1))
     assert spell(("b",)) == ((1,),)  # " b" takes two tokens
+
+
+@pytest.mark.parametrize("end", [("Ã",), ("a", "âĤ"), ("Ġthe",), ("ab", "ÿ")])
+def test_nothing_of_a_prompt_gets_into_the_text(end):
+    """Not even the first half of a character, nor the beginning of a stop string."""
+    prompt = [ID[piece] for piece in end]
+    rig = Rig()
+    rig.run([request(prompt, uid=uid, seed=uid, temperature=1.5, max_tokens=12, ignore_eos=True, stop=("abcabc",))
+             for uid in range(8)])  # fmt: skip
+    for uid in range(8):
+        assert rig.text(uid) == whole(rig.token_ids(uid), skip_special_tokens=True)

@@ -1,4 +1,4 @@
-"""Tensors over the cache bytes: a `CacheView` of one flat byte tensor, and the reset of a slot.
+"""Tensors over the cache bytes: a `CacheView` of one flat byte tensor.
 
 Knows shapes from the geometry; neither where the bytes come from nor who owns a block or slot. Letters as in
 `qwen35.views`."""
@@ -48,13 +48,6 @@ def view_of_bytes(flat: Tensor, geometry: Geometry, kv_scales: Sequence[tuple[fl
     draft = layers.pop() if geometry.has_draft else None
     boundary_hidden = tensors["boundary_hidden"]
     return CacheView(attention=tuple(layers), gated_delta=gated_delta, draft=draft, boundary_hidden=boundary_hidden)
-
-
-def reset_slot(cache: CacheView, slot: int) -> None:
-    """Put slot ``slot`` of every GDN layer into the state before the first token (zeros), in place."""
-    for view in cache.gated_delta:
-        for tensor in (view.recurrent, view.conv, view.pending_inputs, view.pending_decay, view.pending_beta):
-            tensor[slot].zero_()
 
 
 def _tensor(flat: Tensor, region: Region) -> Tensor:

@@ -170,10 +170,6 @@ class Geometry:
 
         return TableLayout.of(self).num_bytes
 
-    @property
-    def arena_bytes(self) -> int:
-        return self.cache_bytes + self.table_bytes
-
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes of each kind of content: keys, values, draft.keys, …, tables; alignment left out."""
         parts: dict[str, int] = {}
