@@ -11,7 +11,7 @@ from typing import Any
 import qwen35.state
 
 _DIRECTORY = Path(qwen35.state.__path__[0])
-_FILES = {str(_DIRECTORY / f"{name}.py") for name in ("entries", "extents", "leases", "manager")}
+_FILES = {str(_DIRECTORY / f"{name}.py") for name in ("entries", "extents", "leases", "manager", "pins")}
 _SKIPPED = ("_tables_locked", "<listcomp>", "<genexpr>")  # its lock; and what is one line with its caller's
 
 

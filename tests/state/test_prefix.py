@@ -201,7 +201,9 @@ class TestRefused:
             cached.manager.publish(cached.holder, writer.lease, Publication(**made))
         cached.check()
 
-    @pytest.mark.parametrize("what", ["free block", "free slot", "foreign block", "cached slot", "cached block"])
+    @pytest.mark.parametrize(
+        "what", ["free block", "free slot", "foreign block", "cached slot", "cached block", "last block"]
+    )
     def test_what_is_not_the_holders_is_not_taken(self, what: str):
         cached = Cached(num_slots=5, num_checkpoints=4)
         tables = cached.reader._tables
@@ -217,8 +219,10 @@ class TestRefused:
             tables.extents["holder"] += 1
         elif what == "cached slot":
             made["slot"] = cached.find((1, 2, 3, 4, 5))[0].row
-        else:
+        elif what == "cached block":
             made["block_ids"] = (other.block_ids[0], *writer.block_ids[1:3])
+        else:
+            made["block_ids"] = (*writer.block_ids[:2], other.block_ids[1])
         published = cached.manager.publish(cached.holder, writer.lease, Publication(**made))
         assert published == Published(None, ()) and not published.slot_taken
         assert cached.manager.stats().prefix.num_refused == 1

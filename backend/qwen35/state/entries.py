@@ -14,6 +14,7 @@ import numpy as np
 from qwen35.errors import InvalidArgument
 from qwen35.state.extents import ExtentTable, HolderRef
 from qwen35.state.leases import Lease
+from qwen35.state.pins import PinTable
 from qwen35.state.prefix import EntryRef, Publication, Published
 from qwen35.state.tables import (
     ENTRY_EVICTING,
@@ -21,10 +22,8 @@ from qwen35.state.tables import (
     ENTRY_READY,
     EXTENT_HELD,
     FREE,
-    LEASE_CLAIMED,
     OWNER_CACHE,
     OWNER_FREE,
-    PIN_HELD,
     Tables,
 )
 
@@ -79,7 +78,7 @@ class EntryTable:
         blocks = self._checked(publication)
         if self._tables.slot_owner[publication.slot] == OWNER_CACHE:
             return self._repeated(lease, publication)
-        if not self._is_acceptable(holder, publication, blocks) or self._pins.is_full:
+        if not self._is_acceptable(holder, lease, publication, blocks) or self._pins.is_full:
             self._tables.header["num_refused"] += 1
             return NOTHING
         same = self._find(publication)
@@ -142,8 +141,8 @@ class EntryTable:
             raise InvalidArgument.field("slot", f"a number below {geometry.num_slots}", publication.slot)
         return blocks
 
-    def _is_acceptable(self, holder: HolderRef, publication: Publication, blocks: np.ndarray) -> bool:
-        """Every block is the holder's or a cached one of this content, and the slot is the holder's."""
+    def _is_acceptable(self, holder: HolderRef, lease: Lease, publication: Publication, blocks: np.ndarray) -> bool:
+        """Slot and blocks are the holder's, or cached blocks of this content."""
         owners = self._tables.block_owner[blocks]
         if np.any(owners == OWNER_FREE):
             return False
@@ -153,11 +152,13 @@ class EntryTable:
         if not np.all(is_own & (extents["holder_generation"] == holder.generation)):
             return False
         keys = self._tables.block_keys[blocks]
-        is_unnamed = ~keys.any(axis=1)
-        is_good = is_unnamed.copy()  # a block that was cached as a last one, and that its publisher has filled since
+        is_good = owners > OWNER_FREE
         num_full = len(publication.block_keys)
         is_good[:num_full] |= _is_same_content(keys[:num_full], publication.block_keys)
-        return bool(np.all(is_good | (owners > OWNER_FREE)))
+        if not np.all(is_good):  # blocks that were cached as last ones, and that the same lease has written on
+            used = [[], *map(self._listed, self._pins.rows_of(lease))]
+            is_good |= ~keys.any(axis=1) & np.isin(blocks, np.concatenate(used))
+        return bool(np.all(is_good))
 
     def _find(self, publication: Publication) -> int | None:
         rows = self._rows
@@ -255,56 +256,6 @@ class EntryTable:
             return False
         row = self._rows[entry.row]
         return bool(row["state"] == ENTRY_READY and row["generation"] == entry.generation)
-
-
-class PinTable:
-    """Which leases use which entries: rows, never counts."""
-
-    def __init__(self, tables: Tables) -> None:
-        self._tables = tables
-        self._rows = tables.pins
-
-    @property
-    def is_full(self) -> bool:
-        return bool(np.all(self._rows["state"] == PIN_HELD))
-
-    def add(self, entry: EntryRef, lease: Lease) -> bool:
-        """False when no row is free."""
-        free = np.flatnonzero(self._rows["state"] == FREE)
-        if len(free) == 0:
-            return False
-        self._rows[free[0]] = (FREE, entry.row, entry.generation, lease.row, lease.generation)
-        self._rows["state"][free[0]] = PIN_HELD
-        return True
-
-    def find(self, entry: EntryRef, lease: Lease) -> int | None:
-        held = np.flatnonzero(self._rows["state"] == PIN_HELD)
-        wanted = (entry.row, entry.generation, lease.row, lease.generation)
-        for index in held[self._rows["entry_generation"][held] == entry.generation].tolist():
-            if self._rows[index].item()[1:] == wanted:
-                return index
-        return None
-
-    def remove(self, entry: EntryRef, lease: Lease) -> bool:
-        index = self.find(entry, lease)
-        if index is not None:
-            self._rows["state"][index] = FREE
-        return index is not None
-
-    def drop_stale(self) -> None:
-        """Free the rows whose lease or entry has ended."""
-        held = np.flatnonzero(self._rows["state"] == PIN_HELD)
-        self._rows["state"][held[~self._are_live(self._rows[held])]] = FREE
-
-    def pinned_rows(self) -> np.ndarray:
-        """Rows of the entries that are in use."""
-        return np.unique(self._rows["entry"][self._rows["state"] == PIN_HELD])
-
-    def _are_live(self, pins: np.ndarray) -> np.ndarray:
-        leases = self._tables.leases[pins["lease"]]
-        entries = self._tables.entries[pins["entry"]]
-        is_live = (leases["state"] == LEASE_CLAIMED) & (leases["generation"] == pins["lease_generation"])
-        return is_live & (entries["state"] == ENTRY_READY) & (entries["generation"] == pins["entry_generation"])
 
 
 _HAS_DRAFT = np.array([1, 0], np.int64)
