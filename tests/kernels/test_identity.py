@@ -16,15 +16,19 @@ def name(**settings: object) -> str:
 
 
 def test_what_changes_bits_changes_the_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "not built"))
     changes = {"kernels": "reference", "activations": "nvfp4", "dtype": "float32", "kv_cache_dtype": "fp8"}
     names = [name(), name(num_threads=2), *(name(**{key: value}) for key, value in changes.items())]
     names.append(arithmetic_of(Settings(), "meta"))
     monkeypatch.setenv(ISA_VARIABLE, "portable")
     names.append(name())
-    monkeypatch.setenv(LIBRARY_VARIABLE, str(tmp_path / "other.so"))
-    names.append(name())
-    (tmp_path / "other.so").touch()
-    names.append(name())
+    for number in (1, 2):
+        library = tmp_path / f"build{number}" / "library.so"
+        monkeypatch.setenv(LIBRARY_VARIABLE, str(library))
+        library.parent.mkdir()
+        library.touch()
+        names.append(name())
     assert len(set(names)) == len(names)
 
 

@@ -92,6 +92,15 @@ def texts_of(responses):
     return [response.outputs["text_output"].as_numpy()[0].decode() for response in responses]
 
 
+def test_the_models_agree_on_what_the_arena_holds():
+    configs = [json.loads(model_args(name)["model_config"])["parameters"] for name in ("llm", "state_manager")]
+    names = configs[0].keys() & configs[1].keys()
+    assert {"checkpoint", "num_slots", "num_checkpoints", "kernels", "activations", "num_threads"} <= names
+    assert [configs[0][name] for name in names] == [configs[1][name] for name in names]
+    resolved = [settings_of(model_args(name)) for name in ("llm", "state_manager")]
+    assert contents_of(resolved[0]) == contents_of(resolved[1])
+
+
 def test_a_stream_and_its_single_answer(llm):
     options = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
     streamed = llm.run(llm.request(options=options))

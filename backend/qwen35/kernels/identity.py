@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from qwen35.kernels.cpu.library import ISA_VARIABLE, find_library
+from qwen35.kernels.select import DEFAULT_ACTIVATIONS
 from qwen35.settings import Settings
 
 
@@ -17,7 +18,8 @@ def arithmetic_of(settings: Settings, device: torch.device | str) -> str:
     """All that the choice of kernels and their results depend on beside the checkpoint: settings, the build of the
     native library and the instruction path asked of it, the processor. Loads nothing."""
     device, library = torch.device(device), find_library()
-    parts = [settings.kernels, settings.activations, settings.dtype, settings.kv_cache_dtype]
+    activations = DEFAULT_ACTIVATIONS if settings.activations == "auto" else settings.activations
+    parts = [settings.kernels, activations, settings.dtype, settings.kv_cache_dtype]
     parts += [f"{settings.num_threads} threads", device.type, _processor(device)]
     parts += [library.parent.name if library.is_file() else "no library", os.environ.get(ISA_VARIABLE, "")]
     return ", ".join(parts)
