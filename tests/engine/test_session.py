@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import random
 
 import pytest
 import safetensors.torch
@@ -294,3 +295,38 @@ def test_only_a_live_request_of_one_sample_is_saved():
     rig.engine.submit(request(n=2, uid=3))
     with pytest.raises(InvalidArgument, match="one sample, got 3"):
         rig.engine.save(3)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_all_that_is_live_moves_to_another_engine(seed, tmp_path):
+    """Mixed requests under pressure, running, waiting and swapped out; each says what it says alone."""
+    draw, made = random.Random(seed), differential.schedule(seed)
+    visits = [visit for visit in made.visits if visit.num_draft_tokens is None] or made.visits
+    news: dict[int, list[Emission]] = {visit.uid: [] for visit in visits}
+
+    def step(engine: Engine) -> None:
+        for emission in engine.step():
+            assert emission.error is None, emission.error
+            news[emission.uid].append(emission)
+
+    engine, state = differential.make_engine(
+        made.kind, made.num_blocks, num_draft_tokens=made.num_draft_tokens, **made.settings
+    )
+    for visit in visits:
+        engine.submit(dataclasses.replace(differential.catalogue()[visit.index], uid=visit.uid))
+    for _ in range(draw.randint(1, 6)):
+        step(engine)
+    sessions = {uid: through_a_file(engine.save(uid), tmp_path) for uid in list(engine._live)}
+    settings = differential.schedule(seed + 4).settings
+    other, its_state = differential.make_engine(made.kind, 40, num_draft_tokens=made.num_draft_tokens, **settings)
+    for uid, session in sessions.items():
+        other.resume(session, session.request_on(uid=uid, deadline=math.inf, arrival=0.0))
+        engine.abort(uid)
+    engine.step()
+    while other.has_work:
+        step(other)
+    for visit in visits:
+        assert differential.outcome(news[visit.uid]) == differential.solo(made.kind, visit.index)
+    assert sessions
+    for one in (state, its_state):
+        one.close()
