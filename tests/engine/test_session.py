@@ -228,6 +228,17 @@ def test_other_caches_refuse_it_with_both_values(saved, settings, name, message)
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("counter", ["num_computed_tokens", "num_pending", "num_drafted_tokens"])
+def test_counters_that_do_not_fit_the_tensors_are_refused(saved, counter):
+    """Found before it waits: in a step it would end the requests of others."""
+    session, _ = saved
+    for change in (-1, 1):
+        snapshot = dataclasses.replace(session.snapshot, **{counter: getattr(session.snapshot, counter) + change})
+        engine = make_engine("fp8", "steady")
+        with pytest.raises(StateError, match=r"session: (attention|gated_delta|draft|undrafted).*: expected .*, got "):
+            resume(engine, dataclasses.replace(session, snapshot=snapshot))
+
+
 def test_open_inputs_need_room(saved):
     engine, _ = differential.make_engine("fp8", 32, num_draft_tokens=0)
     with pytest.raises(StateError, match="num_draft_tokens: expected at least [123] .*, got 0"):

@@ -70,23 +70,38 @@ class Snapshot:
                 cached[index] = self.tensors[name].to(device)
 
     def check(self, cache: CacheView) -> None:
-        """For a snapshot from elsewhere. Raises StateError where the caches have other layers, shapes or types."""
-        cached = {f"attention{i}.{part}": getattr(view, part) for i, view in enumerate(cache.attention) for part in _KV}
-        for i, view in enumerate(cache.gated_delta):
-            cached |= {f"gated_delta{i}.{part}": getattr(view, part) for part in (*_STATE, *_PENDING)}
-        if cache.draft is not None and self.num_drafted_tokens:
-            cached |= {f"draft.{part}": getattr(cache.draft, part) for part in _KV}
-        expected = {name: _kind(name, tensor, is_cache=True) for name, tensor in cached.items()}
-        got = {name: _kind(name, tensor, is_cache=False) for name, tensor in self.tensors.items()}
-        for name in sorted(expected.keys() | {name for name in got if name.startswith(("attention", "gated_delta"))}):
+        """For a snapshot from elsewhere: raises StateError where the caches have other layers, shapes or types, or
+        where its tensors are not those that its counters tell of."""
+        expected = {name: _kind(tensor, shape) for name, tensor, shape in self._expected(cache)}
+        got = {name: _kind(tensor, tensor.shape) for name, tensor in self.tensors.items()}
+        names = {*expected, *(name for name in got if not name.startswith(("draft", "undrafted")))}
+        for name in sorted(names):
             if expected.get(name) != got.get(name):
                 raise StateError(f"session: {name}: expected {expected.get(name)}, got {got.get(name)}")
-        for view in cache.gated_delta[:1]:
-            if self.num_pending > view.pending_inputs.shape[1]:
-                raise StateError(
-                    f"session: num_draft_tokens: expected at least {self.num_pending - 1} (inputs of the last verify "
-                    f"are still open), got {view.pending_inputs.shape[1] - 1}"
-                )
+        num_open = cache.gated_delta[0].pending_inputs.shape[1] if cache.gated_delta else self.num_pending
+        if self.num_pending > num_open:
+            raise StateError(
+                f"session: num_draft_tokens: expected at least {self.num_pending - 1} (inputs of the last verify are "
+                f"still open), got {num_open - 1}"
+            )
+
+    def _expected(self, cache: CacheView) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
+        """Name of a tensor, one of its type, and its shape."""
+        layers = [(f"attention{i}", view, self.num_computed_tokens) for i, view in enumerate(cache.attention)]
+        if cache.draft is not None and self.num_drafted_tokens:
+            layers.append(("draft", cache.draft, self.num_drafted_tokens + 1))
+        for layer, view, num_rows in layers:
+            for part in _KV:
+                yield f"{layer}.{part}", getattr(view, part), (num_rows, *getattr(view, part).shape[2:])
+        for i, view in enumerate(cache.gated_delta):
+            for part in _STATE:
+                yield f"gated_delta{i}.{part}", getattr(view, part), getattr(view, part).shape[1:]
+            for part in _PENDING:
+                shape = (self.num_pending, *getattr(view, part).shape[2:])
+                yield f"gated_delta{i}.{part}", getattr(view, part), shape
+        if "undrafted" in self.tensors:
+            num_undrafted = self.num_computed_tokens - self.num_drafted_tokens
+            yield "undrafted", cache.boundary_hidden, (num_undrafted, cache.boundary_hidden.shape[1])
 
     @property
     def num_bytes(self) -> int:
@@ -125,7 +140,5 @@ def _slot_parts(cache: CacheView, sequence: Sequence) -> Iterator[tuple[str, Ten
             yield f"gated_delta{i}.{part}", getattr(view, part), (sequence.slot, slice(sequence.num_pending))
 
 
-def _kind(name: str, tensor: Tensor, *, is_cache: bool) -> str:
-    """Type and shape of what belongs to one token, one slot or one pending input."""
-    num_common = int(is_cache) + (not name.endswith(_STATE))
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[num_common:])}"
+def _kind(tensor: Tensor, shape: tuple[int, ...]) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(shape)}"
