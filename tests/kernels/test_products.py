@@ -191,6 +191,14 @@ def test_subnormal_activations_are_zeros(instruction_set, activations):
         assert (ops.linear(x[:count], weight, out_dtype=FLOAT) == 0).all()
 
 
+def test_every_value_of_fp8(instruction_set):
+    values = torch.arange(256, dtype=torch.uint8).view(16, 16).view(torch.float8_e4m3fn)
+    out = CpuOps().linear(torch.eye(16).to(BF16), FP8Tensor(values, torch.tensor(1.0)), out_dtype=FLOAT)
+    finite = values.float().isfinite().all(1)
+    assert torch.equal(out.t()[finite], values.float()[finite])
+    assert finite.sum() == 14 and not out.t()[~finite].isfinite().any()
+
+
 def test_int8_activations():
     x = torch.tensor([[127.0, -3.4, 0.5, 1.5, *[0.0] * 12, 1e-31, *[0.0] * 15, 254.0, 3.0]])
     assert fake_quantize_activation_int8(x).tolist() == [[127, -3, 0, 2, *[0] * 12, *[0] * 16, 254, 4]]

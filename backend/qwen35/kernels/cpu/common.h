@@ -99,6 +99,7 @@ void parallel(int64_t count, void (*fn)(void*, int64_t), void* context);
 // Memory of this thread, 64-byte aligned, kept; `which` < 4 tells buffers in use at the same time apart.
 void* scratch(int which, size_t num_bytes);
 
-extern uint16_t e4m3_values[256];  // bf16 bits
+extern uint16_t e4m3_values[256];   // bf16 bits
+extern uint8_t e4m3_bytes[2][128];  // of the magnitudes: low bytes, high bytes; aligned to 64
 
 }  // namespace qwen35

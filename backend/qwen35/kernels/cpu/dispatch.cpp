@@ -14,6 +14,7 @@
 namespace qwen35 {
 
 uint16_t e4m3_values[256];
+alignas(64) uint8_t e4m3_bytes[2][128];
 
 namespace {
 
@@ -34,6 +35,8 @@ uint16_t exact_bf16(float value) {  // every value passed here has at most 8 sig
 
 void fill_tables() {
   for (int bits = 0; bits < 256; ++bits) e4m3_values[bits] = exact_bf16(e4m3(bits));
+  for (int bits = 0; bits < 128; ++bits)
+    e4m3_bytes[0][bits] = e4m3_values[bits] & 0xFF, e4m3_bytes[1][bits] = e4m3_values[bits] >> 8;
 }
 
 #ifdef QWEN35_X86

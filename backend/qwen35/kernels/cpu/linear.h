@@ -33,11 +33,8 @@ static void linear(const Weight* weight, const bf16* x, const float* bias, void*
   if (!num_rows) return;
   auto* rows = static_cast<uint8_t*>(scratch(1, prepared_bytes(w, num_rows)));
   put_zeros(w, num_rows, rows);
-  auto put_part = [&](int64_t part) {
-    for (int64_t m = 16 * part; m < num_rows && m < 16 * part + 16; ++m)
-      put_row(w, 0, num_rows, m, x + m * w.width, rows);
-  };
-  for_each((num_rows + 15) / 16, put_part);
+  auto prepare = [&](int64_t part) { put_part(w, 0, num_rows, part, [&](int64_t m) { return x + m * w.width; }, rows); };
+  for_each((num_rows + 15) / 16, prepare);
   const F16 factor = set1(factor_of(w, 0));
   auto item = [&](int64_t index) {
     const Panels panels(w, index);

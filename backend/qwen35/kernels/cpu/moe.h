@@ -57,10 +57,10 @@ static void prepare_group(const Experts& a, const Group& group, const int64_t* s
   put_zeros(*a.gate, group.count, group.rows);
   put_zeros(*a.down, group.count, group.inner);
   if (!shares_rows(a)) put_zeros(*a.up, group.count, group.up_rows);
-  for (int64_t m = 0; m < group.count; ++m) {
-    const bf16* row = a.x + sorted[group.first + m] / a.top * a.gate->width;
-    put_row(*a.gate, group.expert, group.count, m, row, group.rows);
-    if (!shares_rows(a)) put_row(*a.up, group.expert, group.count, m, row, group.up_rows);
+  auto row = [&](int64_t m) { return a.x + sorted[group.first + m] / a.top * a.gate->width; };
+  for (int64_t part = 0; 16 * part < group.count; ++part) {
+    put_part(*a.gate, group.expert, group.count, part, row, group.rows);
+    if (!shares_rows(a)) put_part(*a.up, group.expert, group.count, part, row, group.up_rows);
   }
 }
 

@@ -16,26 +16,58 @@
 namespace qwen35 {
 namespace QWEN35_ISA {
 
+struct Panel {
+  const uint8_t *codes, *scales;
+  int64_t width;
+};
+
+INLINE Panel panel_of(const Weight& w, int64_t expert, int64_t panel) {
+  int64_t at = (expert * ((w.num_rows + 15) / 16) + panel) * (w.width / 16);
+  return {static_cast<const uint8_t*>(w.values) + at * 128, w.scales + at * 16, w.width};
+}
+
+// 64 bytes of E4M3 -> bf16, exact: the first 32 to `to`, the others to `behind`.
+#if defined(__AVX512BF16__)
+INLINE void expand_e4m3(const uint8_t* from, bf16* to, bf16* behind) {
+  const uint8_t *low_table = e4m3_bytes[0], *high_table = e4m3_bytes[1];
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // what unpacking by lanes of 128 bits undoes
+  const __m512i bytes = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from));
+  // vpermi2b looks at seven bits of an index: the magnitude.
+  const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(low_table), bytes, _mm512_load_si512(low_table + 64));
+  const __m512i high =
+      _mm512_permutex2var_epi8(_mm512_load_si512(high_table), bytes, _mm512_load_si512(high_table + 64));
+  const __m512i with_sign = _mm512_ternarylogic_epi64(high, bytes, _mm512_set1_epi8(int8_t(0x80)), 0xF8);  // a | b & c
+  _mm512_storeu_si512(to, _mm512_unpacklo_epi8(low, with_sign));
+  _mm512_storeu_si512(behind, _mm512_unpackhi_epi8(low, with_sign));
+}
+#else
+INLINE void expand_e4m3(const uint8_t* from, bf16* to, bf16* behind) {
+  for (int i = 0; i < 32; ++i) to[i] = e4m3_values[from[i]], behind[i] = e4m3_values[from[i + 32]];
+}
+#endif
+
 INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 3); }
 constexpr int64_t kAhead = 2048;  // bytes of codes
 
-// out[m * 16 + n] of one panel for M rows of form kIntegers.
-template <int M>
-static void integer_rows(const uint8_t* codes, const uint8_t* scales, int64_t width, const uint8_t* rows, int64_t stride,
-                         float* out) {
+// out[m * 16 + n] of one panel for rows first:first + M of a group of G of form kIntegers.
+template <int M, int G>
+static void integer_rows(const Panel& p, const uint8_t* rows, float* out, int64_t first = 0) {
+  const uint8_t *codes = p.codes, *scales = p.scales;
   F16 acc[M];
   for (F16& one : acc) one = zero();
-  for (int64_t block = 0; block < width / 16; ++block, codes += 128, scales += 16) {
+  for (int64_t block = 0; block < p.width / 16; ++block, codes += 128, scales += 16, rows += G * kIntegerBytes) {
     prefetch(codes + kAhead), prefetch(codes + kAhead + 64);
     if (block % 4 == 0) prefetch(scales + kAhead / 8);
+    const auto* q = reinterpret_cast<const int8_t*>(rows) + 16 * first;
+    const auto* row_scales = reinterpret_cast<const float*>(rows + 16 * G) + first;
+    const auto* corrections = reinterpret_cast<const int32_t*>(rows + 20 * G) + first;
     const F16 weight_scale = load_e4m3(scales);
     const U64 w[4] = {low_codes(codes), high_codes(codes), low_codes(codes + 64), high_codes(codes + 64)};
+#pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
-      const uint8_t* row = rows + m * stride;
-      const int8_t* q = reinterpret_cast<const int8_t*>(row) + 16 * block;
-      I16 total = splat(offsets_of(row, width)[block]);
-      for (int i = 0; i < 4; ++i) total = dot4(total, w[i], q + 4 * i);
-      acc[m] = fused(to_float(total), mul(weight_scale, set1(scales_of(row, width)[block])), acc[m]);
+      I16 total = splat(corrections[m]);
+      for (int i = 0; i < 4; ++i) total = dot4(total, w[i], q + 16 * m + 4 * i);
+      acc[m] = fused(to_float(total), mul(weight_scale, set1(row_scales[m])), acc[m]);
     }
   }
   for (int m = 0; m < M; ++m) store(out + 16 * m, acc[m]);
@@ -76,28 +108,25 @@ static void float_rows(const uint8_t* codes, const uint8_t* scales, int64_t widt
   for (int m = 0; m < M; ++m) store(out + 16 * m, acc[m]);
 }
 
-struct Panel {
-  const uint8_t *codes, *scales;
-  int64_t width;
-};
-
-INLINE Panel panel_of(const Weight& w, int64_t expert, int64_t panel) {
-  int64_t at = (expert * ((w.num_rows + 15) / 16) + panel) * (w.width / 16);
-  return {static_cast<const uint8_t*>(w.values) + at * 128, w.scales + at * 16, w.width};
+// A group of up to 8 rows.
+static void integer_group(const Panel& p, const uint8_t* rows, int64_t count, float* out) {
+  switch (count) {
+    case 1: return integer_rows<1, 1>(p, rows, out);
+    case 2: return integer_rows<2, 2>(p, rows, out);
+    case 3: return integer_rows<3, 3>(p, rows, out);
+    case 4: return integer_rows<4, 4>(p, rows, out);
+    case 5: return integer_rows<5, 5>(p, rows, out);
+    case 6: return integer_rows<6, 6>(p, rows, out);
+    case 7: return integer_rows<7, 7>(p, rows, out);
+    default: return integer_rows<8, 8>(p, rows, out);
+  }
 }
 
-// Up to 8 rows.
-static void integer_panel(const Panel& p, const uint8_t* rows, int64_t stride, int64_t count, float* out) {
-  switch (count) {
-    case 1: return integer_rows<1>(p.codes, p.scales, p.width, rows, stride, out);
-    case 2: return integer_rows<2>(p.codes, p.scales, p.width, rows, stride, out);
-    case 3: return integer_rows<3>(p.codes, p.scales, p.width, rows, stride, out);
-    case 4: return integer_rows<4>(p.codes, p.scales, p.width, rows, stride, out);
-    case 5: return integer_rows<5>(p.codes, p.scales, p.width, rows, stride, out);
-    case 6: return integer_rows<6>(p.codes, p.scales, p.width, rows, stride, out);
-    case 7: return integer_rows<7>(p.codes, p.scales, p.width, rows, stride, out);
-    default: return integer_rows<8>(p.codes, p.scales, p.width, rows, stride, out);
-  }
+// The first `count` rows of a group of 16, and perhaps more.
+static void integer_rows_of_16(const Panel& p, const uint8_t* rows, int64_t count, float* out) {
+  count > 4 ? integer_rows<8, 16>(p, rows, out) : integer_rows<4, 16>(p, rows, out);
+  if (count > 12) integer_rows<8, 16>(p, rows, out + 128, 8);
+  else if (count > 8) integer_rows<4, 16>(p, rows, out + 128, 8);
 }
 
 // Up to 4 rows.

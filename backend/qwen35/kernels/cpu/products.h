@@ -12,42 +12,6 @@ namespace QWEN35_ISA {
 
 INLINE int64_t num_panels(const Weight& w) { return (w.num_rows + 15) / 16; }
 
-// 32 bytes of E4M3 -> bf16, exact.
-#if defined(__AVX512BF16__)
-INLINE void expand_e4m3(const uint8_t* from, bf16* to) {
-  const __m512i subnormals = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60));
-  __m512i words = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from));
-  __m512i magnitude = _mm512_and_si512(words, _mm512_set1_epi16(0x7F));
-  __m512i value = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-  __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
-  value = _mm512_mask_permutexvar_epi16(value, is_small, magnitude, subnormals);
-  value = _mm512_mask_mov_epi16(value, _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7F)), _mm512_set1_epi16(0x7FC0));
-  __m512i sign = _mm512_and_si512(_mm512_slli_epi16(words, 8), _mm512_set1_epi16(int16_t(0x8000)));
-  _mm512_storeu_si512(to, _mm512_or_si512(value, sign));
-}
-#else
-INLINE void expand_e4m3(const uint8_t* from, bf16* to) {
-  for (int i = 0; i < 32; ++i) to[i] = e4m3_values[from[i]];
-}
-#endif
-
-// Elements from one expanded row to the next: an odd number of cache lines, see `row_bytes`.
-INLINE int64_t expanded_stride(const Weight& w) { return padded(w.width) | 32; }
-
-// `num_rows` rows of an FP8 weight -> bf16, zeros behind K. Uses scratch 0.
-static const bf16* expand_fp8(const Weight& w, int64_t first, int64_t num_rows) {
-  const int64_t ldw = expanded_stride(w);
-  auto* expanded = static_cast<bf16*>(scratch(0, num_rows * ldw * 2));
-  for (int64_t n = 0; n < num_rows; ++n) {
-    const uint8_t* from = static_cast<const uint8_t*>(w.values) + (first + n) * w.width;
-    bf16* to = expanded + n * ldw;
-    int64_t k = 0;
-    for (; k + 32 <= w.width; k += 32) expand_e4m3(from + k, to + k);
-    for (; k < padded(w.width); ++k) to[k] = k < w.width ? e4m3_values[from[k]] : 0;
-  }
-  return expanded;
-}
-
 #if defined(__AVX512BF16__)
 constexpr int kTile = 4;
 #else
@@ -85,14 +49,6 @@ static void tile(const bf16* const* x, const bf16* w, int64_t ldw, int64_t width
     for (int n = 0; n < N; ++n) out[m * stride + n] = sum(acc[m][n]);
 }
 
-template <int M>
-static void strip(const bf16* const* x, const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, float* out) {
-  constexpr int N = M <= kTile / 2 ? 2 * kTile : kTile;
-  int64_t n = 0;
-  for (; n + N <= num_rows; n += N) tile<M, N>(x, w + n * ldw, ldw, width, out + n, 16);
-  for (; n < num_rows; ++n) tile<M, 1>(x, w + n * ldw, ldw, width, out + n, 16);
-}
-
 // Panels [first, stop) of the weight of one expert, and where their sums go: out[(panel - first) * stride + m * 16 + n].
 struct Job {
   const Weight& w;
@@ -102,8 +58,11 @@ struct Job {
   float* out;
   int64_t stride;
 
-  int64_t row_stride() const { return row_bytes(w, count); }
+  int64_t num_steps() const { return padded(w.width) / 32; }
   float* sums(int64_t panel, int64_t m) const { return out + (panel - first) * stride + m * 16; }
+  int64_t outputs(int64_t panel) const { return w.num_rows - 16 * panel < 16 ? w.num_rows - 16 * panel : 16; }
+  // First value of a dense or FP8 panel.
+  int64_t at(int64_t panel) const { return (expert * w.num_rows + 16 * panel) * w.width; }
 };
 
 // A pass over so many rows at once keeps them in the cache for all panels of a job.
@@ -111,118 +70,163 @@ constexpr int64_t kRowsAtOnce = 64;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static void integer_products(const Job& job, int64_t first_row) {
-  const int64_t stride = job.row_stride();
-  for (int64_t start = first_row; start < job.count; start += kRowsAtOnce)
-    for (int64_t panel = job.first; panel < job.stop; ++panel)
-      for (int64_t m = start; m < least(job.count, start + kRowsAtOnce); m += 8)
-        integer_panel(panel_of(job.w, job.expert, panel), job.rows + m * stride, stride, least(8, job.count - m),
-                      job.sums(panel, m));
+static void few_integer_products(const Job& job) {
+  for (int64_t panel = job.first; panel < job.stop; ++panel)
+    integer_group(panel_of(job.w, job.expert, panel), job.rows, job.count, job.sums(panel, 0));
 }
 
 static void float_products(const Job& job) {
   FlushSubnormals flush;
-  const int64_t stride = job.row_stride();
+  const int64_t stride = row_bytes(job.w, job.count);
   for (int64_t panel = job.first; panel < job.stop; ++panel)
     for (int64_t m = 0; m < job.count; m += 4)
       float_panel(panel_of(job.w, job.expert, panel), job.rows + m * stride, stride, least(4, job.count - m),
                   job.sums(panel, m));
 }
 
-// Panels of a dense or FP8 weight as bf16 rows.
-struct DenseRows {
-  const bf16* values;
-  int64_t stride;
-  explicit DenseRows(const Job& job) {
-    const Weight& w = job.w;
-    const int64_t first = job.expert * w.num_rows + 16 * job.first;
-    stride = w.kind == kFP8 ? expanded_stride(w) : w.width;
-    values = w.kind == kFP8 ? expand_fp8(w, first, least(w.num_rows, 16 * job.stop) - 16 * job.first)
-                            : static_cast<const bf16*>(w.values) + first * w.width;
-  }
-  const bf16* panel(const Job& job, int64_t panel) const { return values + 16 * (panel - job.first) * stride; }
-};
-
 #if defined(__AMX_TILE__)
 constexpr int64_t kTileRows = 32;  // integers: from here on a panel expanded once for all rows pays
 
-// Whole tiles of 16 rows; returns the first row that is left.
-static int64_t integer_tiles(const Job& job) {
-  const int64_t stride = job.row_stride(), num_bytes = ExpandedIntegers::num_bytes(job.w.width);
-  const int64_t stop = job.count < kTileRows ? 0 : job.count - job.count % 16 + (job.count % 16 > 8 ? 16 : 0);
-  if (!stop) return 0;
+static void many_integer_products(const Job& job) {
+  const int64_t width = job.w.width, num_bytes = ExpandedIntegers::num_bytes(width);
+  const int64_t group_bytes = 16 * row_bytes(job.w, job.count);
+  const bool by_tiles = job.count >= kTileRows;
+  auto* expanded = static_cast<uint8_t*>(scratch(0, by_tiles ? (job.stop - job.first) * num_bytes : 0));
   IntegerScope scope;
-  auto* expanded = static_cast<uint8_t*>(scratch(0, (job.stop - job.first) * num_bytes));
-  for (int64_t start = 0; start < stop; start += kRowsAtOnce)
+  for (int64_t start = 0; start < job.count; start += kRowsAtOnce)
     for (int64_t panel = job.first; panel < job.stop; ++panel) {
       const Panel p = panel_of(job.w, job.expert, panel);
-      uint8_t* at = expanded + (panel - job.first) * num_bytes;
-      const ExpandedIntegers weight(p, at, start == 0);
-      for (int64_t m = start; m < least(stop, start + kRowsAtOnce); m += 16)
-        integer_tile(weight, p.width, job.rows + m * stride, stride, job.sums(panel, m));
+      if (by_tiles && start == 0) ExpandedIntegers::fill(p, expanded + (panel - job.first) * num_bytes);
+      const ExpandedIntegers weight(width, expanded + (panel - job.first) * num_bytes);
+      for (int64_t m = start; m < least(job.count, start + kRowsAtOnce); m += 16) {
+        const uint8_t* group = job.rows + m / 16 * group_bytes;
+        if (by_tiles && job.count - m > 8) integer_tile(weight, width / 16, group, job.sums(panel, m));
+        else integer_rows_of_16(p, group, least(16, job.count - m), job.sums(panel, m));
+      }
     }
-  return stop;
 }
 
-static void row_products(const Job& job) {
-  const int64_t stride = job.row_stride(), num_steps = padded(job.w.width) / 32;
-  auto* expanded = static_cast<uint8_t*>(scratch(0, (job.stop - job.first) * num_steps * 1024));
-  Bf16Scope scope;
+// Sums of tiles for all rows, kRowsAtOnce at a time. `tiles(panel, m)`: the weight's tiles; `operands(m)`: those of
+// the rows; `finish(panel, m, sums, count)`: what happens to the sums of `count` tiles of 16 rows.
+template <bool IsFirst, class Weights, class Rows, class Finish>
+static void tile_products(const Job& job, Weights&& tiles, Rows&& operands, Finish&& finish) {
+  alignas(64) float sums[1024];
   for (int64_t m = 0; m < job.count; m += kRowsAtOnce)
     for (int64_t panel = job.first; panel < job.stop; ++panel) {
-      uint8_t* weight = expanded + (panel - job.first) * num_steps * 1024;
-      const uint8_t* rows = job.rows + m * stride;
-      if (m == 0) expand_panel(panel_of(job.w, job.expert, panel), weight);
-      switch ((least(kRowsAtOnce, job.count - m) + 15) / 16) {
-        case 1: rows_by_tiles<1>(weight, rows, stride, num_steps, job.sums(panel, m)); break;
-        case 2: rows_by_tiles<2>(weight, rows, stride, num_steps, job.sums(panel, m)); break;
-        case 3: rows_by_tiles<3>(weight, rows, stride, num_steps, job.sums(panel, m)); break;
-        default: rows_by_tiles<4>(weight, rows, stride, num_steps, job.sums(panel, m));
-      }
+      const int64_t count = (least(kRowsAtOnce, job.count - m) + 15) / 16;
+      multiply_tiles<IsFirst>(count, tiles(panel, m), operands(m), job.num_steps(), sums);
+      finish(panel, m, sums, count);
     }
 }
 
-// Panels [first, stop), of `num_rows` outputs each.
-static void column_products(const Job& job, const DenseRows& dense, int64_t first, int64_t stop, int64_t num_rows) {
-  const int64_t distance = padded(job.w.width) * 32, ldw = dense.stride, width = job.w.width;
-  Bf16Scope scope(num_rows);
-  for (int64_t m = 0; m < job.count; m += kRowsAtOnce)
-    for (int64_t panel = first; panel < stop; ++panel) {
-      const bf16* w = dense.panel(job, panel);
-      const uint8_t* columns = job.rows + m / 16 * distance;
-      float* out = job.sums(panel, m);
-      switch ((least(kRowsAtOnce, job.count - m) + 15) / 16) {
-        case 1: columns_by_tiles<1>(w, ldw, width, num_rows, columns, distance, out); break;
-        case 2: columns_by_tiles<2>(w, ldw, width, num_rows, columns, distance, out); break;
-        case 3: columns_by_tiles<3>(w, ldw, width, num_rows, columns, distance, out); break;
-        default: columns_by_tiles<4>(w, ldw, width, num_rows, columns, distance, out);
-      }
-    }
+// Memory for the expanded tiles of all panels of a job, or for the few steps that are needed at once.
+struct TileBuffer {
+  const bool keeps;
+  const int64_t panel_bytes;
+  uint8_t* const data;
+  explicit TileBuffer(const Job& job)
+      : keeps(job.count > kRowsAtOnce),
+        panel_bytes(keeps ? (job.num_steps() + kSteps - 1) / kSteps * kSteps * 1024 : 0),
+        data(static_cast<uint8_t*>(scratch(0, keeps ? (job.stop - job.first) * panel_bytes : kSteps * 1024))) {}
+};
+
+// NVFP4 with bf16 activations.
+static void row_products(const Job& job) {
+  const int64_t stride = row_bytes(job.w, job.count);
+  const TileBuffer buffer(job);
+  Bf16Scope scope(false, 16, 16);
+  tile_products<false>(
+      job,
+      [&](int64_t panel, int64_t m) {
+        return ExpandedTiles<ExpandNVFP4>{{panel_of(job.w, job.expert, panel)},
+                                          buffer.data + (panel - job.first) * buffer.panel_bytes, buffer.keeps, m > 0};
+      },
+      [&](int64_t m) { return Operands{job.rows + m * stride, stride, 64, 16 * stride}; },
+      [&](int64_t panel, int64_t m, const float* sums, int64_t count) {
+        std::memcpy(job.sums(panel, m), sums, count * 1024);
+      });
+}
+
+// Dense and FP8 weights, for panels of `num_rows` outputs each.
+static void column_products(const Job& job, int64_t num_rows) {
+  const Weight& w = job.w;
+  const int64_t group = group_rows(Form::kColumns, job.count), distance = row_bytes(w, job.count) * group;
+  Bf16Scope scope(true, num_rows, group);
+  auto operands = [&](int64_t m) { return Operands{job.rows + m / 16 * distance, 4 * group, 64 * group, distance}; };
+  auto finish = [&](int64_t panel, int64_t m, const float* sums, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) store_transposed(sums + 256 * i, job.sums(panel, m + 16 * i));
+  };
+  if (w.kind == kDense) {
+    alignas(64) bf16 end[16][32];
+    auto tiles = [&](int64_t panel, int64_t m) {
+      return DenseTiles{static_cast<const bf16*>(w.values) + job.at(panel), w.width, num_rows,
+                        m == 0 && panel + 1 < job.stop, end};
+    };
+    return tile_products<true>(job, tiles, operands, finish);
+  }
+  const TileBuffer buffer(job);
+  auto tiles = [&](int64_t panel, int64_t m) {
+    return ExpandedTiles<ExpandFP8>{{static_cast<const uint8_t*>(w.values) + job.at(panel), w.width, num_rows},
+                                    buffer.data + (panel - job.first) * buffer.panel_bytes, buffer.keeps, m > 0};
+  };
+  tile_products<true>(job, tiles, operands, finish);
 }
 
 static void dense_products(const Job& job) {
-  const DenseRows dense(job);
-  const int64_t num_whole = least(job.stop, job.w.num_rows / 16), left = job.w.num_rows - 16 * num_whole;
-  if (job.first < num_whole) column_products(job, dense, job.first, num_whole, 16);
-  if (num_whole < job.stop) column_products(job, dense, num_whole, job.stop, left);
+  const int64_t num_whole = least(job.stop, job.w.num_rows / 16);
+  Job whole = job, last = job;
+  whole.stop = last.first = num_whole > job.first ? num_whole : job.first;
+  last.out = job.sums(last.first, 0);
+  if (whole.first < whole.stop) column_products(whole, 16);
+  if (last.first < last.stop) column_products(last, job.outputs(last.first));
 }
 #else
+static void many_integer_products(const Job& job) {
+  const int64_t group_bytes = 16 * row_bytes(job.w, job.count);
+  for (int64_t start = 0; start < job.count; start += kRowsAtOnce)
+    for (int64_t panel = job.first; panel < job.stop; ++panel)
+      for (int64_t m = start; m < least(job.count, start + kRowsAtOnce); m += 16)
+        integer_rows_of_16(panel_of(job.w, job.expert, panel), job.rows + m / 16 * group_bytes,
+                           least(16, job.count - m), job.sums(panel, m));
+}
+
+template <int M>
+static void strip(const bf16* const* x, const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, float* out) {
+  constexpr int N = M <= kTile / 2 ? 2 * kTile : kTile;
+  int64_t n = 0;
+  for (; n + N <= num_rows; n += N) tile<M, N>(x, w + n * ldw, ldw, width, out + n, 16);
+  for (; n < num_rows; ++n) tile<M, 1>(x, w + n * ldw, ldw, width, out + n, 16);
+}
+
+// `num_rows` rows of FP8 -> bf16, rows padded(K) apart, zeros behind K. Uses scratch 0.
+static const bf16* expand_rows(const uint8_t* from, int64_t num_rows, int64_t width) {
+  auto* to = static_cast<bf16*>(scratch(0, num_rows * padded(width) * 2));
+  for (int64_t n = 0; n < num_rows; ++n, from += width) {
+    bf16* row = to + n * padded(width);
+    int64_t k = 0;
+    for (; k + 64 <= width; k += 64) expand_e4m3(from + k, row + k, row + k + 32);
+    for (; k < padded(width); ++k) row[k] = k < width ? e4m3_values[from[k]] : 0;
+  }
+  return to;
+}
+
 static void dense_products(const Job& job) {
-  const DenseRows dense(job);
-  const int64_t stride = job.row_stride();
+  const int64_t stride = row_bytes(job.w, job.count), width = job.w.width;
+  const bool is_fp8 = job.w.kind == kFP8;
   for (int64_t panel = job.first; panel < job.stop; ++panel) {
-    const bf16* w = dense.panel(job, panel);
-    const int64_t num_rows = least(16, job.w.num_rows - 16 * panel);
+    const int64_t num_rows = job.outputs(panel), ldw = is_fp8 ? padded(width) : width;
+    const bf16* w = is_fp8 ? expand_rows(static_cast<const uint8_t*>(job.w.values) + job.at(panel), num_rows, width)
+                           : static_cast<const bf16*>(job.w.values) + job.at(panel);
     for (int64_t m = 0; m < job.count; m += kTile) {
       const bf16* x[kTile];
       for (int64_t i = 0; i < kTile; ++i)
         x[i] = reinterpret_cast<const bf16*>(job.rows + least(m + i, job.count - 1) * stride);
       float* out = job.sums(panel, m);
       switch (least(kTile, job.count - m)) {
-        case 1: strip<1>(x, w, dense.stride, job.w.width, num_rows, out); break;
-        case 2: strip<2>(x, w, dense.stride, job.w.width, num_rows, out); break;
-        case 3: strip<3>(x, w, dense.stride, job.w.width, num_rows, out); break;
-        default: strip<kTile>(x, w, dense.stride, job.w.width, num_rows, out);
+        case 1: strip<1>(x, w, ldw, width, num_rows, out); break;
+        case 2: strip<2>(x, w, ldw, width, num_rows, out); break;
+        case 3: strip<3>(x, w, ldw, width, num_rows, out); break;
+        default: strip<kTile>(x, w, ldw, width, num_rows, out);
       }
     }
   }
@@ -237,10 +241,8 @@ static void product(const Job& job) {
     case Form::kFloats: return float_products(job);
 #if defined(__AMX_TILE__)
     case Form::kRows: return row_products(job);
-    default: return integer_products(job, integer_tiles(job));
-#else
-    default: return integer_products(job, 0);
 #endif
+    default: return job.count <= kIntegerRows ? few_integer_products(job) : many_integer_products(job);
   }
 }
 

@@ -20,6 +20,8 @@ struct TileScope {
   ~TileScope() { _tile_release(); }
 };
 
+#define INLINE_METHOD inline __attribute__((always_inline))
+
 INLINE __m512i signed_codes(__m512i bytes) {
   const __m128i table = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
   return _mm512_permutexvar_epi8(bytes, four_times(table));
@@ -32,10 +34,13 @@ INLINE void expand_integers(const uint8_t* codes, uint8_t* to) {
   _mm512_store_si512(to + 64, signed_codes(_mm512_srli_epi16(bytes, 4)));
 }
 
-INLINE void add_integers(const int32_t* sums, F16 weight_scale, const float* scales, int64_t stride, F16 (&acc)[16]) {
+INLINE void add_integers(const int32_t* sums, const float* weight_scales, const uint8_t* group, F16 (&acc)[16]) {
+  const F16 weight_scale = load(weight_scales);
+  const auto* row_scales = reinterpret_cast<const float*>(group + 256);
+#pragma GCC unroll 16
   for (int m = 0; m < 16; ++m) {
     F16 total = {_mm512_cvtepi32_ps(_mm512_load_si512(sums + 16 * m))};
-    acc[m] = fused(total, mul(weight_scale, set1(scales[m * stride])), acc[m]);
+    acc[m] = fused(total, mul(weight_scale, set1(row_scales[m])), acc[m]);
   }
 }
 
@@ -44,34 +49,16 @@ struct ExpandedIntegers {
   uint8_t* codes;
   float* scales;
   static int64_t num_bytes(int64_t width) { return width / 16 * 320; }
-  // Expands into `to`, or finds it there.
-  ExpandedIntegers(const Panel& p, uint8_t* to, bool is_first) : codes(to), scales(reinterpret_cast<float*>(to + p.width * 16)) {
-    if (!is_first) return;
+  ExpandedIntegers(int64_t width, uint8_t* at) : codes(at), scales(reinterpret_cast<float*>(at + width * 16)) {}
+  static void fill(const Panel& p, uint8_t* to) {
+    const ExpandedIntegers expanded(p.width, to);
     for (int64_t block = 0; block < p.width / 16; ++block) {
-      expand_integers(p.codes + block * 128, codes + block * 256);
-      expand_integers(p.codes + block * 128 + 64, codes + block * 256 + 128);
-      store(scales + 16 * block, load_e4m3(p.scales + 16 * block));
+      expand_integers(p.codes + block * 128, expanded.codes + block * 256);
+      expand_integers(p.codes + block * 128 + 64, expanded.codes + block * 256 + 128);
+      store(expanded.scales + 16 * block, load_e4m3(p.scales + 16 * block));
     }
   }
 };
-
-template <int Tile>
-INLINE void add_integer_product(const uint8_t* rows, int64_t stride, const uint8_t* codes, int32_t* sums) {
-  static_assert(Tile < 2);
-  if constexpr (Tile == 0) {
-    _tile_zero(0);
-    _tile_loadd(4, rows, stride);
-    _tile_loadd(6, codes, 64);
-    _tile_dpbssd(0, 4, 6);
-    _tile_stored(0, sums, 64);
-  } else {
-    _tile_zero(1);
-    _tile_loadd(5, rows, stride);
-    _tile_loadd(7, codes, 64);
-    _tile_dpbssd(1, 5, 7);
-    _tile_stored(1, sums, 64);
-  }
-}
 
 struct IntegerScope : TileScope {
   static TileShapes shapes() {
@@ -82,24 +69,41 @@ struct IntegerScope : TileScope {
   IntegerScope() : TileScope(shapes()) {}
 };
 
-// As `integer_rows` for 16 rows.
-static void integer_tile(const ExpandedIntegers& weight, int64_t width, const uint8_t* rows, int64_t stride, float* out) {
+INLINE void even_integer_product(const uint8_t* group, const uint8_t* codes, int32_t* sums) {
+  _tile_zero(0);
+  _tile_loadd(4, group, 16);
+  _tile_loadd(6, codes, 64);
+  _tile_dpbssd(0, 4, 6);
+  _tile_stored(0, sums, 64);
+}
+
+INLINE void odd_integer_product(const uint8_t* group, const uint8_t* codes, int32_t* sums) {
+  _tile_zero(1);
+  _tile_loadd(5, group, 16);
+  _tile_loadd(7, codes, 64);
+  _tile_dpbssd(1, 5, 7);
+  _tile_stored(1, sums, 64);
+}
+
+// As `integer_rows` for all rows of a group of 16.
+static void integer_tile(const ExpandedIntegers& weight, int64_t num_blocks, const uint8_t* rows, float* out) {
+  constexpr int64_t kGroup = 16 * kIntegerBytes;
   alignas(64) int32_t sums[2][256];
-  const float* scales = scales_of(rows, width);
-  const int64_t num_blocks = width / 16;
   F16 acc[16];
+#pragma GCC unroll 16
   for (F16& one : acc) one = zero();
   int64_t block = 0;
-  for (; block + 2 <= num_blocks; block += 2) {
-    add_integer_product<0>(rows + 16 * block, stride, weight.codes + 256 * block, sums[0]);
-    add_integer_product<1>(rows + 16 * block + 16, stride, weight.codes + 256 * block + 256, sums[1]);
-    add_integers(sums[0], load(weight.scales + 16 * block), scales + block, stride / 4, acc);
-    add_integers(sums[1], load(weight.scales + 16 * block + 16), scales + block + 1, stride / 4, acc);
+  for (; block + 2 <= num_blocks; block += 2, rows += 2 * kGroup) {
+    even_integer_product(rows, weight.codes + 256 * block, sums[0]);
+    odd_integer_product(rows + kGroup, weight.codes + 256 * block + 256, sums[1]);
+    add_integers(sums[0], weight.scales + 16 * block, rows, acc);
+    add_integers(sums[1], weight.scales + 16 * block + 16, rows + kGroup, acc);
   }
   if (block < num_blocks) {
-    add_integer_product<0>(rows + 16 * block, stride, weight.codes + 256 * block, sums[0]);
-    add_integers(sums[0], load(weight.scales + 16 * block), scales + block, stride / 4, acc);
+    even_integer_product(rows, weight.codes + 256 * block, sums[0]);
+    add_integers(sums[0], weight.scales + 16 * block, rows, acc);
   }
+#pragma GCC unroll 16
   for (int m = 0; m < 16; ++m) store(out + 16 * m, acc[m]);
 }
 
@@ -115,6 +119,82 @@ INLINE void expand_pairs(const uint8_t* codes, F16 scale, uint8_t* to) {
   pair(code_values<4>(codes), code_values<12>(codes), to + 128);
   pair(code_values<20>(codes), code_values<28>(codes), to + 192);
 }
+
+// Where 32 of K of 16 outputs lie, or 16 pairs of K of 16 outputs: one tile.
+struct TileAt {
+  const void* data;
+  int64_t stride;
+};
+
+constexpr int64_t kSteps = 4;  // of 32 along K that are expanded at a time: their tiles stay in the first cache
+
+// Tiles of a packed weight, expanded when they are asked for in ascending order: `expand(step, to)` writes those of
+// kSteps steps. A buffer for all of K keeps them, and they can be asked for again.
+template <class Expand>
+struct ExpandedTiles {
+  Expand expand;
+  uint8_t* buffer;
+  bool keeps, is_filled;
+  INLINE_METHOD TileAt operator()(int64_t step) const {
+    uint8_t* at = buffer + (keeps ? step / kSteps * kSteps * 1024 : 0);
+    if (step % kSteps == 0 && !is_filled) expand(step, at);
+    return {at + step % kSteps * 1024, 64};
+  }
+};
+
+struct ExpandNVFP4 {
+  Panel p;
+  void operator()(int64_t step, uint8_t* to) const {
+    const int64_t num_blocks = p.width / 16;
+    for (int64_t block = 2 * step; block < 2 * (step + kSteps); ++block, to += 512) {
+      if (block >= num_blocks) {
+        std::memset(to, 0, 512);
+        continue;
+      }
+      const uint8_t* codes = p.codes + block * 128;
+      prefetch(codes + kAhead), prefetch(codes + kAhead + 64), prefetch(p.scales + 16 * block + kAhead / 8);
+      const F16 scale = load_e4m3(p.scales + 16 * block);
+      expand_pairs(codes, scale, to);
+      expand_pairs(codes + 64, scale, to + 256);
+    }
+  }
+};
+
+struct ExpandFP8 {
+  const uint8_t* values;  // of one panel
+  int64_t width, num_rows;
+  void operator()(int64_t step, uint8_t* to) const {
+    for (int64_t n = 0; n < num_rows; ++n) {
+      const uint8_t* row = values + n * width;
+      __builtin_prefetch(row + 32 * step + 1024, 0, 2), __builtin_prefetch(row + 32 * step + 1088, 0, 2);
+      for (int64_t i = 0; i < kSteps; i += 2) {
+        const int64_t k = 32 * (step + i);
+        auto* at = reinterpret_cast<bf16*>(to + 1024 * i + 64 * n);
+        uint8_t end[64] = {};
+        if (k + 64 > width && k < width) std::memcpy(end, row + k, width - k);
+        expand_e4m3(k + 64 > width ? end : row + k, at, at + 512);
+      }
+    }
+  }
+};
+
+struct DenseTiles {
+  const bf16* values;  // of one panel
+  int64_t width, num_rows;
+  bool reads_ahead;  // into the next panel, a line after the other: rows at their distance would be 16 streams
+  bf16 (*end)[32];
+  INLINE_METHOD TileAt operator()(int64_t step) const {
+    const int64_t k = 32 * step;
+    if (reads_ahead) {
+      const auto* next = reinterpret_cast<const uint8_t*>(values + 16 * width) + step * 1024;
+      for (int i = 0; i < 16; ++i) __builtin_prefetch(next + 64 * i, 0, 2);
+    }
+    if (k + 32 <= width) return {values + k, width * 2};
+    std::memset(end, 0, 1024);
+    for (int64_t n = 0; n < num_rows; ++n) std::memcpy(end[n], values + n * width + k, (width - k) * 2);
+    return {end, 64};
+  }
+};
 
 template <int Sums, int First, int Second>
 INLINE void add_bf16_product() {  // the compiler's intrinsic takes digits only
@@ -156,83 +236,57 @@ INLINE void store_sums(float* out) {
   if constexpr (Count > 3) _tile_stored(3, out + 768, 64);
 }
 
-// 16 * Count activation rows (form kRows) against 16 outputs, expanded to [K / 32][16 pairs][16][2].
-template <int Count>
-static void rows_by_tiles(const uint8_t* expanded, const uint8_t* rows, int64_t stride, int64_t num_steps, float* out) {
+// Where the operands of up to 4 tiles of activations lie.
+struct Operands {
+  const uint8_t* data;
+  int64_t stride, step_bytes, distance;  // bytes from row to row of a tile, from step to step, from tile to tile
+};
+
+template <int Count, bool IsFirst, class Tiles>
+INLINE void multiply(const Tiles& weight, const Operands& own, int64_t num_steps, float* sums) {
   clear_sums();
   for (int64_t step = 0; step < num_steps; ++step) {
-    _tile_loadd(4, expanded + step * 1024, 64);
-    add_products<Count, false>(rows + step * 64, stride, 16 * stride);
+    const TileAt at = weight(step);
+    _tile_loadd(4, at.data, at.stride);
+    add_products<Count, IsFirst>(own.data + step * own.step_bytes, own.stride, own.distance);
   }
-  store_sums<Count>(out);
+  store_sums<Count>(sums);
 }
 
-// A panel as bf16 tiles: [K / 32][16 pairs][16][2].
-static void expand_panel(const Panel& p, uint8_t* to) {
-  const int64_t num_blocks = p.width / 16;
-  if (num_blocks % 2) std::memset(to + num_blocks * 512, 0, 512);
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    const uint8_t* codes = p.codes + block * 128;
-    prefetch(codes + kAhead), prefetch(codes + kAhead + 64), prefetch(p.scales + 16 * block + kAhead / 8);
-    const F16 scale = load_e4m3(p.scales + 16 * block);
-    expand_pairs(codes, scale, to + block * 512);
-    expand_pairs(codes + 64, scale, to + block * 512 + 256);
+// sums[i * 256 + row * 16 + column] of `count` activation tiles against one panel. IsFirst: the weight's tile has the
+// rows of the sums (outputs), else the activations' has.
+template <bool IsFirst, class Tiles>
+static void multiply_tiles(int64_t count, const Tiles& weight, const Operands& own, int64_t num_steps, float* sums) {
+  switch (count) {
+    case 1: return multiply<1, IsFirst>(weight, own, num_steps, sums);
+    case 2: return multiply<2, IsFirst>(weight, own, num_steps, sums);
+    case 3: return multiply<3, IsFirst>(weight, own, num_steps, sums);
+    default: return multiply<4, IsFirst>(weight, own, num_steps, sums);
   }
 }
-
-struct Bf16Scope : TileScope {
-  static TileShapes shapes(int64_t num_rows) {
-    TileShapes shapes;
-    for (int tile = 0; tile < 5; ++tile) shapes.set(tile, num_rows, 64);
-    shapes.set(5, 16, 64), shapes.set(6, 16, 64);
-    return shapes;
-  }
-  explicit Bf16Scope(int64_t num_rows = 16) : TileScope(shapes(num_rows)) {}
-};
 
 // out[column * 16 + row] = tile[row * 16 + column].
 INLINE void store_transposed(const float* tile, float* out) {
-  __m512 a[16], b[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_load_ps(tile + 16 * i);
-  for (int i = 0; i < 16; i += 2) b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      __m512d low = _mm512_castps_pd(b[i + j]), high = _mm512_castps_pd(b[i + j + 2]);
-      a[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-      a[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-    }
-  for (int i = 0; i < 4; ++i) {  // a[4 q + i]: rows 4 q .. 4 q + 3 of columns i, i + 4, i + 8, i + 12
-    __m512 low = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), high = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xDD);
-    __m512 low2 = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88), high2 = _mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xDD);
-    _mm512_storeu_ps(out + 16 * i, _mm512_shuffle_f32x4(low, low2, 0x88));
-    _mm512_storeu_ps(out + 16 * (i + 8), _mm512_shuffle_f32x4(low, low2, 0xDD));
-    _mm512_storeu_ps(out + 16 * (i + 4), _mm512_shuffle_f32x4(high, high2, 0x88));
-    _mm512_storeu_ps(out + 16 * (i + 12), _mm512_shuffle_f32x4(high, high2, 0xDD));
-  }
+  __m512 rows[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) rows[i] = _mm512_load_ps(tile + 16 * i);
+  transpose(rows, out);
 }
 
-// 16 outputs (weight rows ldw elements apart) against 16 * Count activation rows of form kColumns.
-template <int Count>
-static void columns_by_tiles(const bf16* w, int64_t ldw, int64_t width, int64_t num_rows, const uint8_t* columns,
-                             int64_t distance, float* out) {
-  alignas(64) bf16 end[16][32] = {};
-  alignas(64) float sums[256 * Count];
-  const int64_t whole = width & ~int64_t{31};
-  clear_sums();
-  for (int64_t k = 0; k < whole; k += 32) {
-    if constexpr (Count == 1)
-      for (int64_t n = 0; n < num_rows; ++n) _mm_prefetch(w + n * ldw + k + 512, _MM_HINT_T1);
-    _tile_loadd(4, w + k, ldw * 2);
-    add_products<Count, true>(columns + k * 32, 64, distance);
+struct Bf16Scope : TileScope {
+  // Sums of `num_rows` x `num_columns`; IsFirst as above.
+  static TileShapes shapes(bool is_first, int64_t num_rows, int64_t num_columns) {
+    TileShapes shapes;
+    for (int tile = 0; tile < 4; ++tile) shapes.set(tile, num_rows, 4 * num_columns);
+    for (int tile = 4; tile < 7; ++tile) {
+      const bool has_rows = (tile == 4) == is_first;
+      shapes.set(tile, has_rows ? num_rows : 16, has_rows ? 64 : 4 * num_columns);
+    }
+    return shapes;
   }
-  if (whole < width) {
-    for (int64_t n = 0; n < num_rows; ++n) std::memcpy(end[n], w + n * ldw + whole, (width - whole) * 2);
-    _tile_loadd(4, end, 64);
-    add_products<Count, true>(columns + whole * 32, 64, distance);
-  }
-  store_sums<Count>(sums);
-  for (int i = 0; i < Count; ++i) store_transposed(sums + 256 * i, out + 256 * i);
-}
+  Bf16Scope(bool is_first, int64_t num_rows, int64_t num_columns)
+      : TileScope(shapes(is_first, num_rows, num_columns)) {}
+};
 
 }  // namespace QWEN35_ISA
 }  // namespace qwen35
