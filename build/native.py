@@ -38,7 +38,7 @@ def build(target: Path | None = None, extra_flags: tuple[str, ...] = ()) -> Path
 def _units() -> list[tuple[str, str, tuple[str, ...]]]:
     """(object name, source, flags) of each translation unit."""
     x86 = ("-DQWEN35_X86",) if is_x86() else ()
-    units = [(name, f"{name}.cpp", x86) for name in ("threads", "dispatch")]
+    units = [(name, f"{name}.cpp", x86) for name in ("threads", "dispatch", "program")]
     return units + [(isa, "isa.cpp", (*x86, *ISA_FLAGS[isa], f"-DQWEN35_ISA={isa}")) for isa in instruction_sets()]
 
 

@@ -70,7 +70,7 @@ def test_layers_equal_transformers(load_models, oracle, index):
     length = 21
     x, positions = torch.randn(length, model.config.hidden_size), image_positions(4, 3, 4, 5)
     cache, batch = cache_view(model.config), batch_view(Piece(length, 0, SLOT, BLOCKS, positions=positions))
-    got = layer(x, model.rotary(positions), batch, model._views(cache)[index])
+    got = layer(x, model.rotary(positions), batch, model.views(cache)[index])
     tables = oracle.model.language_model.rotary_emb(x[None].double(), positions[:, None])
     mask = torch.full((1, 1, length, length), float("-inf"), dtype=torch.float64).triu(1)
     expected = reference(

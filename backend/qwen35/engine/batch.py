@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,22 +77,28 @@ class Piece:
 
 def batch_view(pieces: SequenceOf[Piece], device: torch.device) -> BatchView:
     """One entry a piece, in order; all pieces belong to the same pass (target or draft)."""
-    num_inputs = torch.tensor([0] + [piece.num_inputs for piece in pieces])
-    is_draft_pass = pieces[0].is_draft_pass
-
-    def integers(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+    numbers = np.array([_numbers(piece) for piece in pieces])  # [S, 6]
+    bounds = np.zeros(len(pieces) + 1, np.int64)
+    numbers[:, 0].cumsum(out=bounds[1:])
+    kv_start, first_kv, slots, num_pending, defer = torch.from_numpy(numbers[:, 1:].T.copy()).to(device).unbind(0)
+    positions = [piece.rotary_positions for piece in pieces]
     return BatchView(
-        cu_tokens=num_inputs.cumsum(0).to(device),
-        positions=torch.cat([piece.rotary_positions for piece in pieces], dim=1).to(device),
-        kv_start=integers([piece.start for piece in pieces]),
-        first_kv=integers([int(is_draft_pass)] * len(pieces)),
+        cu_tokens=torch.from_numpy(bounds).to(device),
+        positions=(positions[0] if len(positions) == 1 else torch.cat(positions, dim=1)).to(device),
+        kv_start=kv_start,
+        first_kv=first_kv,
         block_table=_block_table(pieces).to(device),
-        slots=integers([piece.sequence.slot or 0 for piece in pieces]),
-        num_pending=integers([0 if is_draft_pass else piece.sequence.num_pending for piece in pieces]),
-        defer=torch.tensor([piece.is_deferred for piece in pieces], device=device),
+        slots=slots,
+        num_pending=num_pending,
+        defer=defer.bool(),
     )
+
+
+def _numbers(piece: Piece) -> tuple[int, ...]:
+    """Inputs, KV start, first KV position, slot, pending inputs, deferral."""
+    sequence, is_draft = piece.sequence, piece.is_draft_pass
+    num_pending = 0 if is_draft else sequence.num_pending
+    return piece.num_inputs, piece.start, is_draft, sequence.slot or 0, num_pending, piece.is_deferred
 
 
 def pending_view(sequence: Sequence, num_inputs: int, device: torch.device) -> BatchView:
@@ -114,10 +121,10 @@ def pending_view(sequence: Sequence, num_inputs: int, device: torch.device) -> B
 
 
 def _block_table(pieces: SequenceOf[Piece]) -> Tensor:
-    table = torch.zeros(len(pieces), max(len(piece.sequence.block_ids) for piece in pieces), dtype=torch.int64)
+    table = np.zeros((len(pieces), max(len(piece.sequence.block_ids) for piece in pieces)), np.int64)
     for row, piece in zip(table, pieces, strict=True):
-        row[: len(piece.sequence.block_ids)] = torch.tensor(piece.sequence.block_ids, dtype=torch.int64)
-    return table
+        row[: len(piece.sequence.block_ids)] = piece.sequence.block_ids
+    return torch.from_numpy(table)
 
 
 def embed(pieces: SequenceOf[Piece], target: Target, device: torch.device) -> Tensor:

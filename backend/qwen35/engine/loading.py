@@ -8,6 +8,7 @@ from qwen35.engine.engine import Engine
 from qwen35.kernels.select import select_ops
 from qwen35.nn.draft import DraftModel
 from qwen35.nn.language import LanguageModel
+from qwen35.nn.program import accelerate
 from qwen35.prompt.tokenizer import Tokenizer
 from qwen35.settings import Settings
 from qwen35.state.pool import BlockPool
@@ -29,9 +30,9 @@ def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache:
         rounds_draft_experts=settings.draft_experts == "nvfp4",
         weight_layout=ops.weight_layout,
     )
-    draft = None if draft_weights is None else DraftModel(config.text, draft_weights, ops)
+    draft = None if draft_weights is None else accelerate(DraftModel(config.text, draft_weights, ops), ops)
     tokenizer = Tokenizer.from_directory(settings.checkpoint)
-    target = LanguageModel(config.text, weights, ops)
+    target = accelerate(LanguageModel(config.text, weights, ops), ops)
     engine = Engine(target, draft, pool, cache, tokenizer, config, settings, ops.row_scan)
     pool.on_refill = engine.notify
     return engine

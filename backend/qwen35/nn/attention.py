@@ -30,8 +30,8 @@ class Attention(nn.Module):
         self.kv_scales = {name: float(scale) for name, scale in scales.items() if scale is not None}
 
     def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor], batch: BatchView, view: KVView) -> Tensor:
-        """rotary: cos, sin [T, R/2]. The checkpoint's scales of FP8 keys and values, if any, replace the view's."""
-        view = replace(view, **self.kv_scales) if self.kv_scales else view
+        """rotary: cos, sin [T, R/2]."""
+        view = self.scaled(view)
         # The rows of q_proj are interleaved per head: D of query, then D of gate.
         both = self.q_proj(x).unflatten(-1, (self.num_heads, 2 * self.head_dim))  # [T, Hq, 2D]
         query, gate = both.chunk(2, -1)
@@ -41,3 +41,7 @@ class Attention(nn.Module):
         key = self.ops.rotate(self.k_norm(key), *rotary)
         mixed = self.ops.paged_attention(query, key, value, view, batch, self.head_dim**-0.5)  # [T, Hq, D]
         return self.o_proj(self.ops.sigmoid_mul(gate, mixed).flatten(1))
+
+    def scaled(self, view: KVView) -> KVView:
+        """The checkpoint's scales of FP8 keys and values, if any, replace the view's."""
+        return replace(view, **self.kv_scales) if self.kv_scales else view

@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
         """embeds [T, H] -> hidden states after the final norm [T, H]; writes into the cache."""
         x = embeds.to(self.dtype)
         rotary = self.rotary(batch.positions)
-        for layer, view in zip(self.layers, self._views(cache), strict=True):
+        for layer, view in zip(self.layers, self.views(cache), strict=True):
             x = layer(x, rotary, batch, view)
         return self.norm(x)
 
@@ -79,11 +79,11 @@ class LanguageModel(nn.Module):
 
     def apply_pending(self, batch: BatchView, cache: CacheView) -> None:
         """Applies accepted pending inputs to the gated delta states, for a batch whose sequences have no tokens."""
-        for layer, view in zip(self.layers, self._views(cache), strict=True):
+        for layer, view in zip(self.layers, self.views(cache), strict=True):
             if not layer.is_attention:
                 layer.linear_attn.apply_pending(batch, view)
 
-    def _views(self, cache: CacheView) -> list[KVView | GatedDeltaView]:
+    def views(self, cache: CacheView) -> list[KVView | GatedDeltaView]:
         """The views of the layers, in layer order."""
         attention, gated_delta = iter(cache.attention), iter(cache.gated_delta)
         return [next(attention) if layer.is_attention else next(gated_delta) for layer in self.layers]

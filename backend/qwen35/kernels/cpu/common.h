@@ -75,10 +75,12 @@ struct Kernels {
   void (*linear)(const Weight*, const bf16* x, const float* bias, void* out, int64_t num_rows, int64_t out_is_float);
   void (*experts)(const Experts*);
   void (*choose)(const float* logits, int64_t* ids, float* shares, int64_t num_rows, int64_t num_experts, int64_t top);
-  void (*rms_norm)(const void* x, int64_t x_is_float, const bf16* gate, const float* scale, float eps, bf16* out,
-                   int64_t num_rows, int64_t width);
+  void (*rms_norm)(const void* x, int64_t x_is_float, int64_t x_stride, const bf16* gate, const float* scale, float eps,
+                   bf16* out, int64_t out_stride, int64_t num_rows, int64_t width);
   void (*silu_mul)(const bf16* gate, const bf16* up, bf16* out, int64_t count);
-  void (*sigmoid_mul)(const bf16* gate, int64_t gate_width, const bf16* x, bf16* out, int64_t num_rows, int64_t width);
+  void (*sigmoid_mul)(const bf16* gate, int64_t gate_stride, int64_t gate_width, const bf16* x, bf16* out,
+                      int64_t num_rows, int64_t width);
+  void (*add_rows)(const bf16* x, const bf16* y, bf16* out, int64_t count);
   void (*rotate)(const bf16* x, const float* cos, const float* sin, bf16* out, int64_t num_tokens, int64_t num_heads,
                  int64_t width, int64_t half);
   void (*gated_delta)(const GatedDelta*);

@@ -9,7 +9,7 @@
 #include <unistd.h>
 #endif
 
-#include "common.h"
+#include "exports.h"
 
 namespace qwen35 {
 
@@ -122,6 +122,9 @@ using namespace qwen35;
 
 extern "C" {
 
+// Seconds that callers have spent in here so far; those who compute at the same time count each.
+double qwen35_seconds() { return double(Inside::total.load()) * 1e-9; }
+
 // Takes the instruction set of this name, or the best one for an empty name. Null: this CPU does not have it.
 const char* qwen35_select(const char* name) {
   if (!chosen) fill_tables();
@@ -148,40 +151,66 @@ void qwen35_lay_out_scales(const uint8_t* from, uint8_t* to, int64_t num_rows, i
 }
 
 void qwen35_linear(const Weight* w, const bf16* x, const float* bias, void* out, int64_t rows, int64_t is_float) {
+  Inside inside;
   chosen->linear(w, x, bias, out, rows, is_float);
 }
-void qwen35_experts(const Experts* arguments) { chosen->experts(arguments); }
+void qwen35_experts(const Experts* arguments) {
+  Inside inside;
+  chosen->experts(arguments);
+}
 void qwen35_choose(const float* logits, int64_t* ids, float* shares, int64_t rows, int64_t experts, int64_t top) {
+  Inside inside;
   chosen->choose(logits, ids, shares, rows, experts, top);
 }
-void qwen35_rms_norm(const void* x, int64_t x_is_float, const bf16* gate, const float* scale, float eps, bf16* out,
-                     int64_t rows, int64_t width) {
-  chosen->rms_norm(x, x_is_float, gate, scale, eps, out, rows, width);
+void qwen35_rms_norm(const void* x, int64_t x_is_float, int64_t x_stride, const bf16* gate, const float* scale, float eps,
+                     bf16* out, int64_t out_stride, int64_t rows, int64_t width) {
+  Inside inside;
+  chosen->rms_norm(x, x_is_float, x_stride, gate, scale, eps, out, out_stride, rows, width);
 }
 void qwen35_silu_mul(const bf16* gate, const bf16* up, bf16* out, int64_t count) {
+  Inside inside;
   chosen->silu_mul(gate, up, out, count);
 }
-void qwen35_sigmoid_mul(const bf16* gate, int64_t gate_width, const bf16* x, bf16* out, int64_t rows, int64_t width) {
-  chosen->sigmoid_mul(gate, gate_width, x, out, rows, width);
+void qwen35_sigmoid_mul(const bf16* gate, int64_t gate_stride, int64_t gate_width, const bf16* x, bf16* out, int64_t rows,
+                        int64_t width) {
+  Inside inside;
+  chosen->sigmoid_mul(gate, gate_stride, gate_width, x, out, rows, width);
+}
+void qwen35_add(const bf16* x, const bf16* y, bf16* out, int64_t count) {
+  Inside inside;
+  chosen->add_rows(x, y, out, count);
 }
 void qwen35_rotate(const bf16* x, const float* cos, const float* sin, bf16* out, int64_t tokens, int64_t heads,
                    int64_t width, int64_t half) {
+  Inside inside;
   chosen->rotate(x, cos, sin, out, tokens, heads, width, half);
 }
-void qwen35_gated_delta(const GatedDelta* arguments) { chosen->gated_delta(arguments); }
-void qwen35_attention(const Attention* arguments) { chosen->attention(arguments); }
-void qwen35_scan_depths(const RowScan* row, int64_t* counts, double* masses) { chosen->scan_depths(row, counts, masses); }
+void qwen35_gated_delta(const GatedDelta* arguments) {
+  Inside inside;
+  chosen->gated_delta(arguments);
+}
+void qwen35_attention(const Attention* arguments) {
+  Inside inside;
+  chosen->attention(arguments);
+}
+void qwen35_scan_depths(const RowScan* row, int64_t* counts, double* masses) {
+  Inside inside;
+  chosen->scan_depths(row, counts, masses);
+}
 int64_t qwen35_scan_between(const RowScan* row, double low, double high, int64_t* ids) {
+  Inside inside;
   return chosen->scan_between(row, low, high, ids);
 }
 int64_t qwen35_scan_contenders(const RowScan* row, double limit, uint64_t key, int64_t capacity, int64_t* ids,
                                double* scores) {
+  Inside inside;
   return chosen->scan_contenders(row, limit, key, capacity, ids, scores);
 }
 
 // Log decay rate * softplus(a + dt_bias) and beta = sigmoid(b); few elements, so in double, one at a time.
 void qwen35_delta_gates(const bf16* a, const bf16* b, const float* rate, const float* dt_bias, float* decay,
                         float* beta, int64_t rows, int64_t heads) {
+  Inside inside;
   auto wide = [](bf16 bits) {
     uint32_t word = uint32_t(bits) << 16;
     float value;

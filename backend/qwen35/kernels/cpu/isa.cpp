@@ -14,7 +14,7 @@ namespace qwen35 {
 
 const Kernels QWEN35_NAME(QWEN35_ISA) = {
     QWEN35_STRING(QWEN35_ISA), QWEN35_ISA::linear,      QWEN35_ISA::experts, QWEN35_ISA::choose,      QWEN35_ISA::rms_norm,
-    QWEN35_ISA::silu_mul,      QWEN35_ISA::sigmoid_mul, QWEN35_ISA::rotate,  QWEN35_ISA::gated_delta, QWEN35_ISA::attention,
+    QWEN35_ISA::silu_mul,      QWEN35_ISA::sigmoid_mul, QWEN35_ISA::add_rows, QWEN35_ISA::rotate,  QWEN35_ISA::gated_delta, QWEN35_ISA::attention,
     QWEN35_ISA::scan_depths,   QWEN35_ISA::scan_between, QWEN35_ISA::scan_contenders,
 };
 

@@ -14,31 +14,33 @@ LIBRARY_VARIABLE = "QWEN35_NATIVE_LIBRARY"  # another build of the same sources,
 ISA_VARIABLE = "QWEN35_NATIVE_ISA"  # amx, avx512, avx2 or portable; unset: the best that this CPU has
 
 
-def _record(*fields: tuple[str, type]) -> type[ctypes.Structure]:
+def record(*fields: tuple[str, type]) -> type[ctypes.Structure]:
+    """A C struct."""
     return type("Record", (ctypes.Structure,), {"_fields_": list(fields)})
 
 
-def _all(kind: type, names: str) -> list[tuple[str, type]]:
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of one type."""
     return [(name, kind) for name in names.split()]
 
 
-Weight = _record(
+Weight = record(
     ("kind", c_int64),
-    *_all(c_void_p, "values scales factor input_scale"),
-    *_all(c_int64, "factor_stride input_stride num_experts num_rows width arithmetic"),
+    *fields(c_void_p, "values scales factor input_scale"),
+    *fields(c_int64, "factor_stride input_stride num_experts num_rows width arithmetic"),
 )
-Attention = _record(
-    *_all(c_void_p, "query key value keys values block_table sequences out"),
-    *_all(c_int64, "num_sequences max_blocks block_tokens num_heads num_kv_heads head_dim is_fp8"),
-    *_all(c_float, "key_scale value_scale scale"),
+Attention = record(
+    *fields(c_void_p, "query key value keys values block_table sequences out"),
+    *fields(c_int64, "num_sequences max_blocks block_tokens num_heads num_kv_heads head_dim is_fp8"),
+    *fields(c_float, "key_scale value_scale scale"),
 )
-GatedDelta = _record(
-    *_all(c_void_p, "inputs decay beta taps recurrent conv pending_inputs pending_decay pending_beta sequences out"),
-    *_all(c_int64, "num_sequences num_heads key_width value_width channels conv_width max_pending"),
+GatedDelta = record(
+    *fields(c_void_p, "inputs decay beta taps recurrent conv pending_inputs pending_decay pending_beta sequences out"),
+    *fields(c_int64, "num_sequences num_heads key_width value_width channels conv_width max_pending"),
 )
-Experts = _record(*_all(c_void_p, "x ids shares gate up down out"), *_all(c_int64, "num_tokens top"))
-RowRecord = _record(
-    ("values", c_void_p), *_all(c_int64, "count is_double num_depths"), *_all(c_double, "peak rate inverse")
+Experts = record(*fields(c_void_p, "x ids shares gate up down out"), *fields(c_int64, "num_tokens top"))
+RowRecord = record(
+    ("values", c_void_p), *fields(c_int64, "count is_double num_depths"), *fields(c_double, "peak rate inverse")
 )
 
 _SIGNATURES = {
@@ -48,9 +50,13 @@ _SIGNATURES = {
     "qwen35_linear": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64),
     "qwen35_experts": (c_void_p,),
     "qwen35_choose": (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64),
-    "qwen35_rms_norm": (c_void_p, c_int64, c_void_p, c_void_p, c_float, c_void_p, c_int64, c_int64),
+    "qwen35_rms_norm": (
+        *(c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_float),
+        *(c_void_p, c_int64, c_int64, c_int64),
+    ),
     "qwen35_silu_mul": (c_void_p, c_void_p, c_void_p, c_int64),
-    "qwen35_sigmoid_mul": (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int64),
+    "qwen35_sigmoid_mul": (c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_int64, c_int64),
+    "qwen35_run": (c_void_p,),
     "qwen35_rotate": (c_void_p, c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_int64),
     "qwen35_gated_delta": (c_void_p,),
     "qwen35_attention": (c_void_p,),
@@ -77,6 +83,7 @@ def load_library(path: Path) -> ctypes.CDLL:
         for name, arguments in signatures.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, result
+    library.qwen35_seconds.argtypes, library.qwen35_seconds.restype = (), c_double
     library.qwen35_select.argtypes, library.qwen35_select.restype = (c_char_p,), c_char_p
     library.qwen35_instruction_set.argtypes, library.qwen35_instruction_set.restype = (), c_char_p
     wanted = os.environ.get(ISA_VARIABLE, "")

@@ -16,7 +16,8 @@ import weakref
 import torch
 from torch import Tensor
 
-from qwen35.kernels.cpu.library import Attention, Experts, GatedDelta, find_library, load_library
+from qwen35.kernels.cpu.library import Experts, find_library, load_library
+from qwen35.kernels.cpu.records import Sequences, attention_record, gated_delta_record, takes_cache, takes_state
 from qwen35.kernels.cpu.scan import NativeRowScan
 from qwen35.kernels.cpu.weights import PanelLayout, WeightRecords
 from qwen35.kernels.library import exportable, register
@@ -24,7 +25,7 @@ from qwen35.kernels.reference import ReferenceOps
 from qwen35.nvfp4 import LinearWeight
 from qwen35.views import BatchView, GatedDeltaView, KVView
 
-_BF16, _FP8 = torch.bfloat16, torch.float8_e4m3fn
+_BF16 = torch.bfloat16
 
 
 class CpuOps:
@@ -34,34 +35,39 @@ class CpuOps:
     """
 
     def __init__(self, num_threads: int = 1, activations: str = "dense") -> None:
-        self._library = load_library(find_library())
-        self._library.qwen35_set_num_threads(num_threads)
+        self.library = load_library(find_library())
+        self.library.qwen35_set_num_threads(num_threads)
         self._reference = ReferenceOps(activations=activations)
         self._activations = activations
         self._weights = WeightRecords(activations)
-        self.row_scan = NativeRowScan(self._library)
+        self.row_scan = NativeRowScan(self.library)
         self.weight_layout = PanelLayout()
-        self._sequences: tuple[weakref.ref[BatchView], Tensor] | None = None
+        self._planned: tuple[weakref.ref[BatchView], Sequences] | None = None
         self.name = f"cpu/{activations}"
         register(self.name, self)
 
     @property
     def identity(self) -> str:
-        return f"cpu-{self._library.qwen35_instruction_set().decode()}/{self._activations}"
+        return f"cpu-{self.library.qwen35_instruction_set().decode()}/{self._activations}"
+
+    @property
+    def native_seconds(self) -> float:
+        """Spent inside the library by all callers so far."""
+        return self.library.qwen35_seconds()
 
     @exportable
     def linear(
         self, x: Tensor, weight: LinearWeight, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
     ) -> Tensor:
         out_dtype = out_dtype or x.dtype
-        address = self._weights.address(weight) if x.dtype == _BF16 and out_dtype in (_BF16, torch.float32) else None
+        address = self.address(weight) if x.dtype == _BF16 and out_dtype in (_BF16, torch.float32) else None
         if address is None:
             return self._reference.linear(x, weight, bias, out_dtype)
         x = x.contiguous()
         bias = None if bias is None else bias.float().contiguous()
         out = torch.empty(*x.shape[:-1], weight.shape[0], dtype=out_dtype)
         num_rows = x.numel() // x.shape[-1]
-        self._library.qwen35_linear(
+        self.library.qwen35_linear(
             address, x.data_ptr(), _pointer(bias), out.data_ptr(), num_rows, out_dtype == torch.float32
         )
         return out
@@ -81,7 +87,7 @@ class CpuOps:
             return self._reference.silu_mul(gate, up)
         gate, up = gate.contiguous(), up.contiguous()
         out = torch.empty_like(gate)
-        self._library.qwen35_silu_mul(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel())
+        self.library.qwen35_silu_mul(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel())
         return out
 
     def sigmoid_mul(self, gate: Tensor, x: Tensor) -> Tensor:
@@ -89,9 +95,9 @@ class CpuOps:
         if gate.dtype != _BF16 or x.dtype != _BF16 or not (one_gate or gate.shape == x.shape):
             return self._reference.sigmoid_mul(gate, x)
         gate, x = gate.contiguous(), x.contiguous()
-        out, width = torch.empty_like(x), x.shape[-1]
-        self._library.qwen35_sigmoid_mul(
-            gate.data_ptr(), gate.shape[-1], x.data_ptr(), out.data_ptr(), x.numel() // width, width
+        out, width, gate_width = torch.empty_like(x), x.shape[-1], gate.shape[-1]
+        self.library.qwen35_sigmoid_mul(
+            gate.data_ptr(), gate_width, gate_width, x.data_ptr(), out.data_ptr(), x.numel() // width, width
         )
         return out
 
@@ -104,25 +110,23 @@ class CpuOps:
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
         out = torch.empty_like(x)
         pointers = (tensor.data_ptr() for tensor in (x, cos, sin, out))
-        self._library.qwen35_rotate(*pointers, *x.shape, cos.shape[-1])
+        self.library.qwen35_rotate(*pointers, *x.shape, cos.shape[-1])
         return out
 
     @exportable
     def paged_attention(
         self, query: Tensor, key: Tensor, value: Tensor, view: KVView, batch: BatchView, scale: float
     ) -> Tensor:
-        width, keys, values = query.shape[-1], view.keys, view.values
-        takes = query.dtype == _BF16 and keys.dtype in (_BF16, _FP8) and width % 32 == 0
-        if not takes or not (keys.is_contiguous() and values.is_contiguous()):
+        if query.dtype != _BF16 or not takes_cache(view):
             return self._reference.paged_attention(query, key, value, view, batch, scale)
-        sequences, table = self._plan(batch), batch.block_table.contiguous()
+        sequences, table = self.plan(batch).records, batch.block_table.contiguous()
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         out = torch.empty_like(query)
-        tensors = (query, key, value, keys, values, table, sequences, out)
-        numbers = (len(sequences), table.shape[1], keys.shape[1], query.shape[1], keys.shape[2], width)
-        scales = (view.key_scale, view.value_scale) if keys.dtype == _FP8 else (1.0, 1.0)
-        record = Attention(*(part.data_ptr() for part in tensors), *numbers, keys.dtype == _FP8, *scales, scale)
-        self._library.qwen35_attention(ctypes.addressof(record))
+        record = attention_record(view, query.shape[1], scale)
+        record.query, record.key, record.value, record.out = (t.data_ptr() for t in (query, key, value, out))
+        record.block_table, record.max_blocks = table.data_ptr(), table.shape[1]
+        record.sequences, record.num_sequences = sequences.ctypes.data, len(sequences)
+        self.library.qwen35_attention(ctypes.addressof(record))
         return out
 
     def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,24 +134,24 @@ class CpuOps:
             return self._reference.delta_gates(a, b, rate, dt_bias)
         decay, beta = torch.empty(2, *a.shape, dtype=torch.float32).unbind(0)
         inputs = (a.contiguous(), b.contiguous(), rate, dt_bias, decay, beta)
-        self._library.qwen35_delta_gates(*(part.data_ptr() for part in inputs), *a.shape)
+        self.library.qwen35_delta_gates(*(part.data_ptr() for part in inputs), *a.shape)
         return decay, beta
 
     @exportable
     def gated_delta(
         self, inputs: Tensor, decay: Tensor, beta: Tensor, taps: Tensor, view: GatedDeltaView, batch: BatchView
     ) -> Tensor:
-        if not _takes_state(view, inputs):
+        if inputs.dtype != _BF16 or not takes_state(view):
             return self._reference.gated_delta(inputs, decay, beta, taps, view, batch)
-        sequences = self._plan(batch)
-        _check_pending(batch, view)
-        _, num_heads, key_width, value_width = view.recurrent.shape
-        out = torch.empty(len(inputs), num_heads, value_width, dtype=torch.float32)
-        given = (inputs.contiguous(), decay.float().contiguous(), beta.float().contiguous(), taps.contiguous())
-        tensors = (*given, *vars(view).values(), sequences, out)
-        shape = (num_heads, key_width, value_width, inputs.shape[1], len(taps), view.pending_inputs.shape[1])
-        record = GatedDelta(*(part.data_ptr() for part in tensors), len(sequences), *shape)
-        self._library.qwen35_gated_delta(ctypes.addressof(record))
+        plan = self.plan(batch)
+        plan.check_room(view.pending_inputs.shape[1])
+        out = torch.empty(len(inputs), *view.recurrent.shape[1::2], dtype=torch.float32)  # [T, Hv, Dv]
+        inputs, decay, beta = inputs.contiguous(), decay.float().contiguous(), beta.float().contiguous()
+        taps = taps.contiguous()
+        record = gated_delta_record(view, taps)
+        record.inputs, record.decay, record.beta, record.out = (t.data_ptr() for t in (inputs, decay, beta, out))
+        record.sequences, record.num_sequences = plan.records.ctypes.data, len(plan.records)
+        self.library.qwen35_gated_delta(ctypes.addressof(record))
         return out
 
     @exportable
@@ -158,7 +162,7 @@ class CpuOps:
         ids = torch.empty(len(x), num_experts_per_tok, dtype=torch.int64)
         shares = torch.empty(len(x), num_experts_per_tok, dtype=torch.float32)
         pointers = (logits.data_ptr(), ids.data_ptr(), shares.data_ptr())
-        self._library.qwen35_choose(*pointers, len(x), gate.shape[0], num_experts_per_tok)
+        self.library.qwen35_choose(*pointers, len(x), gate.shape[0], num_experts_per_tok)
         return ids, shares
 
     @exportable
@@ -171,68 +175,42 @@ class CpuOps:
         up_proj: LinearWeight,
         down_proj: LinearWeight,
     ) -> Tensor:
-        addresses = [self._weights.address(weight) for weight in (gate_proj, up_proj, down_proj)]
+        addresses = [self.address(weight) for weight in (gate_proj, up_proj, down_proj)]
         if x.dtype != _BF16 or None in addresses:
             return self._reference.moe_experts(x, experts, weights, gate_proj, up_proj, down_proj)
         x, experts, weights = x.contiguous(), experts.contiguous(), weights.contiguous()
         out = torch.empty_like(x)
         inputs = (x.data_ptr(), experts.data_ptr(), weights.data_ptr())
         record = Experts(*inputs, *addresses, out.data_ptr(), *experts.shape)
-        self._library.qwen35_experts(ctypes.addressof(record))
+        self.library.qwen35_experts(ctypes.addressof(record))
         return out
 
     def _norm(self, x: Tensor, gate: Tensor | None, scale: Tensor, eps: float) -> Tensor:
         x, width = x.contiguous(), x.shape[-1]
         out = torch.empty(x.shape, dtype=_BF16)
-        self._library.qwen35_rms_norm(
+        self.library.qwen35_rms_norm(
             x.data_ptr(),
             x.dtype == torch.float32,
+            width,
             _pointer(gate),
             scale.data_ptr(),
             eps,
             out.data_ptr(),
+            width,
             x.numel() // width,
             width,
         )
         return out
 
-    def _plan(self, batch: BatchView) -> Tensor:
-        """The sequences' numbers [S, 7]; the last batch's are kept, as all layers of a pass ask for the same ones."""
-        if self._sequences is None or self._sequences[0]() is not batch:
-            self._sequences = (weakref.ref(batch), _sequences(batch))
-        return self._sequences[1]
+    def address(self, weight: LinearWeight) -> int | None:
+        """Of the weight's record; None for one that the reference takes."""
+        return self._weights.address(weight)
 
-
-def _sequences(batch: BatchView) -> Tensor:
-    """Records `Sequence` of common.h. Raises ValueError for a token before the first KV position that it may see."""
-    bounds = batch.cu_tokens
-    columns = (bounds[:-1], bounds[1:], batch.kv_start, batch.first_kv, batch.slots, batch.num_pending, batch.defer)
-    sequences = torch.stack([column.long() for column in columns], 1)
-    for start, stop, kv_start, first_kv, *_ in sequences.tolist():
-        if stop > start and kv_start < first_kv:
-            raise ValueError(f"kv_start: expected at least first_kv ({first_kv}), got {kv_start}")
-    return sequences
-
-
-def _takes_state(view: GatedDeltaView, inputs: Tensor) -> bool:
-    dtypes = (view.recurrent.dtype, view.conv.dtype, view.pending_inputs.dtype, view.pending_beta.dtype, inputs.dtype)
-    _, _, key_width, value_width = view.recurrent.shape
-    fits = key_width % 16 == 0 and value_width % 16 == 0
-    return (
-        fits
-        and dtypes == (torch.float32, _BF16, _BF16, torch.float32, _BF16)
-        and all(part.is_contiguous() for part in vars(view).values())
-    )
-
-
-def _check_pending(batch: BatchView, view: GatedDeltaView) -> None:
-    room = view.pending_inputs.shape[1]
-    counts = zip(batch.cu_tokens.diff().tolist(), batch.defer.tolist(), batch.slots.tolist(), strict=True)
-    for count, defer, slot in counts:
-        if defer and count > room:
-            raise ValueError(
-                f"deferred inputs of slot {slot}: expected at most {room} (largest draft length + 1), got {count}"
-            )
+    def plan(self, batch: BatchView) -> Sequences:
+        """The last batch's is kept: all layers of a pass ask for the same one."""
+        if self._planned is None or self._planned[0]() is not batch:
+            self._planned = (weakref.ref(batch), Sequences.of(batch))
+        return self._planned[1]
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
