@@ -133,3 +133,28 @@ def test_gated_delta(key_heads, heads, key_width, value_width):
 
 def inputs_of(count, channels, heads):
     return torch.randn(count, channels).to(BF16), -torch.rand(count, heads), torch.rand(count, heads)
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, torch.float8_e4m3fn])
+def test_attention_has_one_result_however_it_is_split(kv_dtype):
+    """One token at a time (its partitions are shared out) and many sequences in one call (each tile goes through its
+    partitions): the last tokens of a prompt of several partitions."""
+    count, heads, kv_heads, width = 9, 6, 2, 64
+    tokens = [torch.randn(count, n, width).to(BF16) for n in (heads, kv_heads, kv_heads)]
+    caches = [torch.randn(60, BLOCK_TOKENS, kv_heads, width).to(kv_dtype) for _ in range(2)]
+    blocks = range(59, 0, -1)
+
+    def view():
+        return KVView(*(cache.clone() for cache in caches))
+
+    def alone(kv):
+        for i in range(count):
+            yield OPS.paged_attention(
+                *(t[i : i + 1] for t in tokens), kv, batch_view(Piece(1, 770 + i, 0, blocks)), 0.1
+            )
+
+    together = OPS.paged_attention(*tokens, view(), batch_view(Piece(count, 770, 0, blocks)), 0.1)
+    assert torch.equal(torch.cat(list(alone(view()))), together)
+    repeated = [torch.cat([t] * 9) for t in tokens]
+    company = batch_view(*(Piece(count, 770, slot, blocks) for slot in range(9)))
+    assert torch.equal(OPS.paged_attention(*repeated, view(), company, 0.1), torch.cat([together] * 9))

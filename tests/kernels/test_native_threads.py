@@ -30,6 +30,7 @@ def everything(ops: CpuOps) -> list[torch.Tensor]:
     stacks = [quantize_weight(normal(8, *size)) for size in ((64, 96), (64, 96), (96, 64))]
     ids, shares = ops.route(x, normal(8, 96).to(BF16), 3)
     kv = KVView(normal(4, 16, 2, 32).to(BF16), normal(4, 16, 2, 32).to(BF16))
+    long = KVView(normal(39, 16, 2, 32).to(BF16), normal(39, 16, 2, 32).to(BF16))
     state = GatedDeltaView(
         normal(1, 4, 16, 32), normal(1, 192, 3).to(BF16), normal(1, 6, 192).to(BF16), -normal(1, 6, 4).abs(),
         normal(1, 6, 4),
@@ -41,6 +42,7 @@ def everything(ops: CpuOps) -> list[torch.Tensor]:
         ops.moe_experts(x, ids, shares, *stacks),
         ops.rms_norm(normal(701, 96).to(BF16), torch.ones(96), 1e-6),
         ops.paged_attention(*heads, kv, batch, 0.2),
+        ops.paged_attention(*(rows[:1] for rows in heads), long, batch_view(Piece(1, 600, 0, range(39))), 0.2),
         ops.gated_delta(normal(37, 192).to(BF16), -normal(37, 4).abs(), normal(37, 4), normal(4, 192), state, batch),
         state.recurrent,
     ]

@@ -1,75 +1,84 @@
-// Paged attention. Letters: S sequences, G query heads of one KV head, D head dim, L partition length, P block tokens.
+// Paged attention. Letters: S sequences, G query heads of one KV head, D head dim, P block tokens, R rows (query tokens
+// of a tile times G).
 //
-// Keys are cut at absolute KV positions into partitions of 256, merged in ascending order. A query row meets only the
-// keys it may see, in ascending order, so nothing of its company enters its chain.
+// Keys are cut at absolute KV positions into partitions of 256. What a row gets of a partition (its peak, the sum of its
+// weights, the weighted values) depends on the keys it may see there and on nothing else; `merge` then takes partitions
+// in ascending order. So it does not matter who computes a partition, nor when: many tiles go one to a thread, through
+// all their partitions; few tiles are split by partition. A key or value row is read once for all rows of a tile.
 #pragma once
-#include "linear.h"
+#include "cache_rows.h"
 
 namespace qwen35 {
 namespace QWEN35_ISA {
 
-constexpr int64_t kPartition = 256, kTokens = 16;  // keys of a partition, query tokens of a work item
+constexpr int64_t kPartition = 256, kTokens = 16;  // keys of a partition, query tokens of a tile
+constexpr int64_t kManyTiles = 16;                 // from here on tiles are not split
+constexpr int64_t kMaxSplitBytes = 64 << 20;       // of what is kept for merging
 
-struct Running {  // of one query row
+struct Running {  // of one row
   float highest, total;
 };
 
-INLINE uint8_t e4m3_of(float x) {  // to the nearest, ties to even, saturating at 448
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  uint8_t sign = bits >> 24 & 0x80;
-  float magnitude = __builtin_fabsf(x);
-  if (!(magnitude == magnitude)) return sign | 0x7F;
-  if (magnitude > 448.0f) magnitude = 448.0f;
-  if (magnitude < 0x1p-6f) return sign | uint8_t(int(magnitude * 512.0f + 0x1p23f - 0x1p23f));  // subnormal: steps of 2^-9
-  std::memcpy(&bits, &magnitude, 4);
-  bits += 0x7FFFF + (bits >> 20 & 1);
-  return sign | uint8_t((bits >> 20) - (120 << 3));
-}
+// Query tokens first:stop (of the batch) of one sequence, and one KV head.
+struct AttentionTile {
+  const Sequence* sequence;
+  const int64_t* blocks;
+  int64_t head, first, stop, partition_start, num_partitions, first_split;
 
-static void write_rows(const Attention& a, const bf16* rows, void* cache, float scale, const Sequence& s,
-                       const int64_t* blocks) {
-  const int64_t width = a.num_kv_heads * a.head_dim;
-  for (int64_t token = s.start; token < s.stop; ++token) {
-    int64_t position = s.kv_start + token - s.start;
-    int64_t at = (blocks[position / a.block_tokens] * a.block_tokens + position % a.block_tokens) * width;
-    const bf16* from = rows + token * width;
-    if (!a.is_fp8) {
-      std::memcpy(static_cast<bf16*>(cache) + at, from, width * 2);
-      continue;
-    }
-    uint8_t* to = static_cast<uint8_t*>(cache) + at;
-    for (int64_t i = 0; i < width; i += 16) {
-      float values[16];
-      store(values, div(load_bf16_at(from + i, width - i), set1(scale)));
-      for (int64_t j = 0; j < 16 && i + j < width; ++j) to[i + j] = e4m3_of(values[j]);
+  int64_t position(int64_t token) const { return sequence->kv_start + token - sequence->start; }
+};
+
+// Scores of R rows against `count` keys: out[row * kPartition + key], four keys and kRowBlock rows at a time.
+static void score(const bf16* const* rows, int64_t num_rows, const bf16* const* keys, int64_t count, int64_t dim,
+                  float* out) {
+  for (int64_t r = 0; r < num_rows; r += kRowBlock) {
+    const bf16* query[kRowBlock];
+    for (int64_t n = 0; n < kRowBlock; ++n) query[n] = rows[r + n < num_rows ? r + n : num_rows - 1];
+    for (int64_t key = 0; key < count; key += 4) {
+      const bf16* four[4];
+      for (int64_t k = 0; k < 4; ++k) four[k] = keys[key + k < count ? key + k : count - 1];
+      F16 acc[kRowBlock * 4];
+      for (F16& one : acc) one = zero();
+      for (int64_t d = 0; d < dim; d += 32) {
+        B32 parts[4];
+        for (int k = 0; k < 4; ++k) parts[k] = load32(four[k] + d);
+        for (int n = 0; n < kRowBlock; ++n) {
+          B32 own = load32(query[n] + d);
+          for (int k = 0; k < 4; ++k) acc[n * 4 + k] = dot(acc[n * 4 + k], parts[k], own);
+        }
+      }
+      float sums[kRowBlock * 4];
+      store_sums(acc, sums);
+      for (int64_t n = 0; n < kRowBlock && r + n < num_rows; ++n)
+        std::memcpy(out + (r + n) * kPartition + key, sums + n * 4, 16);  // what is behind `count` comes anew or is not read
     }
   }
 }
 
-// Rows of keys or values at KV positions first:stop of one KV head: pointers into the cache, or expanded from E4M3.
-static void gather(const Attention& a, const void* cache, const int64_t* blocks, int64_t head, int64_t first,
-                   int64_t stop, const bf16** rows, bf16* expanded) {
-  for (int64_t position = first; position < stop; ++position) {
-    int64_t block = blocks[position / a.block_tokens] * a.block_tokens + position % a.block_tokens;
-    int64_t at = (block * a.num_kv_heads + head) * a.head_dim;
-    if (!a.is_fp8) {
-      *rows++ = static_cast<const bf16*>(cache) + at;
-      continue;
-    }
-    const uint8_t* from = static_cast<const uint8_t*>(cache) + at;
-    for (int64_t i = 0; i < a.head_dim; ++i) expanded[i] = e4m3_values[from[i]];
-    *rows++ = expanded;
-    expanded += a.head_dim;
+// Scores [seen] of a row become weights relative to their peak.
+static Running weigh(float* scores, int64_t seen, float scale) {
+  F16 peaks = set1(-3.0e38f), total = zero();
+  for (int64_t i = seen; i % 16; ++i) scores[i] = -3.0e38f;
+  for (int64_t i = 0; i < seen; i += 16) {
+    F16 scaled = mul(load(scores + i), set1(scale));
+    store(scores + i, scaled);
+    peaks = max(peaks, scaled);
   }
+  float peak = highest(peaks);
+  for (int64_t i = 0; i < seen; i += 16) {
+    F16 weight = exp(sub(load(scores + i), set1(peak)));
+    store(scores + i, weight);
+    total = add(total, weight);
+  }
+  return {peak, sum(total)};
 }
 
-// mixed[row] += sum over keys of weights[row][key] * values[key], keys ascending; N rows, 64 dims a pass.
+// mixed[row] += sum over keys of weights[row][key] * values[key], keys ascending; N rows, 32 dims a pass.
 template <int N>
-static void mix(const float* weights, const bf16* const* values, int64_t count, int64_t head_dim, float* mixed) {
-  for (int64_t d = 0; d < head_dim; d += 32) {
+static void mix(const float* weights, const bf16* const* values, int64_t count, int64_t dim, float* mixed) {
+  for (int64_t d = 0; d < dim; d += 32) {
     F16 low[N], high[N];
-    for (int n = 0; n < N; ++n) low[n] = high[n] = zero();
+    for (int n = 0; n < N; ++n) low[n] = load(mixed + n * dim + d), high[n] = load(mixed + n * dim + d + 16);
     for (int64_t key = 0; key < count; ++key) {
       F16 first = load_bf16(values[key] + d), second = load_bf16(values[key] + d + 16);
       for (int n = 0; n < N; ++n) {
@@ -77,111 +86,172 @@ static void mix(const float* weights, const bf16* const* values, int64_t count, 
         low[n] = fma(weight, first, low[n]), high[n] = fma(weight, second, high[n]);
       }
     }
-    for (int n = 0; n < N; ++n) {
-      float* to = mixed + n * head_dim + d;
-      store(to, add(load(to), low[n])), store(to + 16, add(load(to + 16), high[n]));
-    }
+    for (int n = 0; n < N; ++n) store(mixed + n * dim + d, low[n]), store(mixed + n * dim + d + 16, high[n]);
   }
 }
 
-// Softmax weights of one row's scores [count] relative to its running maximum; fades what it has.
-static void weigh(float* scores, int64_t count, float scale, Running& row, float* mixed, int64_t head_dim) {
-  float peak = row.highest;
-  for (int64_t i = 0; i < count; ++i) {
-    scores[i] *= scale;
-    peak = scores[i] > peak ? scores[i] : peak;
-  }
-  F16 total = zero();
-  for (int64_t i = 0; i < count; i += 16) {
-    float weights[16];
-    store(weights, exp(sub(load_at(scores + i, count - i), set1(peak))));
-    for (int64_t j = count - i; j < 16; ++j) weights[j] = 0.0f;
-    total = add(total, load(weights));
-    std::memcpy(scores + i, weights, (count - i < 16 ? count - i : 16) * 4);
-  }
-  float fade[16];
-  store(fade, exp(set1(row.highest - peak)));
-  row.total = row.total * fade[0] + sum(total);
-  row.highest = peak;
-  for (int64_t d = 0; d < head_dim; d += 16) store(mixed + d, mul(load(mixed + d), set1(fade[0])));
+static void mix_rows(const float* weights, int64_t num_rows, const bf16* const* values, int64_t count, int64_t dim,
+                     float* mixed) {
+  int64_t row = 0;
+  for (; row + kMixRows <= num_rows; row += kMixRows)
+    mix<kMixRows>(weights + row * kPartition, values, count, dim, mixed + row * dim);
+  for (; row + 2 <= num_rows; row += 2) mix<2>(weights + row * kPartition, values, count, dim, mixed + row * dim);
+  for (; row < num_rows; ++row) mix<1>(weights + row * kPartition, values, count, dim, mixed + row * dim);
 }
 
-// One token's G heads against keys first:first + count of a partition.
-static void attend(const Attention& a, const bf16* query, const bf16* const* keys, const bf16* const* values,
-                   int64_t count, int64_t group, float* scores, Running* running, float* mixed) {
-  const int64_t dim = a.head_dim;
-  const bf16* rows[kTile];
-  for (int64_t g = 0; g < group; g += kTile) {
-    int64_t num_rows = group - g < kTile ? group - g : kTile;
-    for (int64_t n = 0; n < num_rows; ++n) rows[n] = query + (g + n) * dim;
-    for (int64_t key = 0; key < count; ++key) {
-      float dots[kTile];
-      if (num_rows == kTile) tile<1, kTile>(keys + key, rows[0], dim, dim, dots, kTile);
-      else
-        for (int64_t n = 0; n < num_rows; ++n) tile<1, 1>(keys + key, rows[n], dim, dim, dots + n, 1);
-      for (int64_t n = 0; n < num_rows; ++n) scores[(g + n) * kPartition + key] = dots[n];
-    }
-  }
-  for (int64_t g = 0; g < group; ++g)
-    weigh(scores + g * kPartition, count, a.scale * a.key_scale, running[g], mixed + g * dim, dim);
-  int64_t g = 0;
-  for (; g + 4 <= group; g += 4) mix<4>(scores + g * kPartition, values, count, dim, mixed + g * dim);
-  for (; g < group; ++g) mix<1>(scores + g * kPartition, values, count, dim, mixed + g * dim);
-}
-
-// Tokens first:stop (of the batch) of one sequence and one KV head. Uses scratch 0 and 2.
-static void attend_tokens(const Attention& a, const Sequence& s, const int64_t* blocks, int64_t head, int64_t first,
-                          int64_t stop) {
-  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, num_rows = (stop - first) * group;
-  float* mixed = static_cast<float*>(scratch(2, (num_rows * dim + group * kPartition + 16) * 4 + num_rows * sizeof(Running)));
-  float* scores = mixed + num_rows * dim;
-  auto* running = reinterpret_cast<Running*>(scores + group * kPartition + 16);
-  auto* expanded = static_cast<bf16*>(scratch(0, a.is_fp8 ? 2 * kPartition * dim * 2 : 64));
+// What all rows of a tile get of the partition at `start`; total 0: nothing. Uses scratch 0 and 1.
+static void attend(const Attention& a, const AttentionTile& tile, int64_t start, Running* running, float* mixed) {
+  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, num_rows = (tile.stop - tile.first) * group;
+  const Sequence& s = *tile.sequence;
+  const int64_t low = s.first_kv > start ? s.first_kv : start, last = tile.position(tile.stop - 1);
+  const int64_t high = start + kPartition < last + 1 ? start + kPartition : last + 1;
+  auto seen_by = [&](int64_t token) {
+    int64_t end = tile.position(token) + 1 < high ? tile.position(token) + 1 : high;
+    return end - low;
+  };
+  auto* scores = static_cast<float*>(scratch(0, num_rows * (kPartition * 4 + sizeof(bf16*))));
+  auto** rows = reinterpret_cast<const bf16**>(scores + num_rows * kPartition);
+  auto* expanded = static_cast<bf16*>(scratch(1, kChunkKeys * dim * 2));
+  for (int64_t row = 0; row < num_rows; ++row)
+    rows[row] = a.query + ((tile.first + row / group) * a.num_heads + tile.head * group + row % group) * dim;
   std::memset(mixed, 0, num_rows * dim * 4);
-  for (int64_t row = 0; row < num_rows; ++row) running[row] = {-3.0e38f, 0.0f};
-  const int64_t last = s.kv_start + stop - 1 - s.start;  // KV position of the last token
-  for (int64_t start = s.first_kv / kPartition * kPartition; start <= last; start += kPartition) {
-    const bf16 *keys[kPartition], *values[kPartition];
-    int64_t low = s.first_kv > start ? s.first_kv : start;
-    int64_t high = start + kPartition < last + 1 ? start + kPartition : last + 1;
-    gather(a, a.keys, blocks, head, low, high, keys, expanded);
-    gather(a, a.values, blocks, head, low, high, values, expanded + kPartition * dim);
-    for (int64_t token = first; token < stop; ++token) {
-      int64_t position = s.kv_start + token - s.start, seen = (high < position + 1 ? high : position + 1) - low;
-      if (seen <= 0) continue;
-      int64_t row = (token - first) * group;
-      attend(a, a.query + (token * a.num_heads + head * group) * dim, keys, values, seen, group, scores, running + row,
-             mixed + row * dim);
-    }
+  const bf16* chunk[kChunkKeys];
+  auto first_row = [&](int64_t at) {  // rows before it do not see the chunk
+    int64_t hidden = at - tile.position(tile.first);
+    return hidden > 0 ? hidden * group : 0;
+  };
+  for (int64_t at = low; at < high; at += kChunkKeys) {
+    int64_t count = high - at < kChunkKeys ? high - at : kChunkKeys, row = first_row(at);
+    cache_rows(a, a.keys, tile.blocks, tile.head, at, count, chunk, expanded);
+    prefetch_rows(a, at + count < high ? a.keys : a.values, tile.blocks, tile.head, at + count < high ? at + count : low, high);
+    score(rows + row, num_rows - row, chunk, count, dim, scores + row * kPartition + at - low);
   }
   for (int64_t row = 0; row < num_rows; ++row) {
-    bf16* out = a.out + ((first + row / group) * a.num_heads + head * group + row % group) * dim;
+    int64_t seen = seen_by(tile.first + row / group);
+    running[row] = seen > 0 ? weigh(scores + row * kPartition, seen, a.scale * a.key_scale) : Running{-3.0e38f, 0.0f};
+  }
+  for (int64_t at = low; at < high; at += kChunkKeys) {
+    int64_t count = high - at < kChunkKeys ? high - at : kChunkKeys;
+    cache_rows(a, a.values, tile.blocks, tile.head, at, count, chunk, expanded);
+    prefetch_rows(a, a.values, tile.blocks, tile.head, at + count, high);
+    for (int64_t row = first_row(at); row < num_rows; row += group) {
+      int64_t left = seen_by(tile.first + row / group) - (at - low);
+      mix_rows(scores + row * kPartition + at - low, group, chunk, left < count ? left : count, dim, mixed + row * dim);
+    }
+  }
+}
+
+// One more partition's share into what a row has so far.
+static void merge(Running& sum, float* mixed, const Running& part, const float* part_mixed, int64_t dim) {
+  if (part.total == 0.0f) return;
+  float peak = sum.highest > part.highest ? sum.highest : part.highest, factors[2][16];
+  store(factors[0], exp(set1(sum.highest - peak)));
+  store(factors[1], exp(set1(part.highest - peak)));
+  F16 old_factor = set1(factors[0][0]), new_factor = set1(factors[1][0]);
+  for (int64_t d = 0; d < dim; d += 16)
+    store(mixed + d, fma(load(part_mixed + d), new_factor, mul(load(mixed + d), old_factor)));
+  sum = {peak, sum.total * factors[0][0] + part.total * factors[1][0]};
+}
+
+static void finish(const Attention& a, const AttentionTile& tile, const Running* running, const float* mixed) {
+  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, num_rows = (tile.stop - tile.first) * group;
+  for (int64_t row = 0; row < num_rows; ++row) {
+    bf16* out = a.out + ((tile.first + row / group) * a.num_heads + tile.head * group + row % group) * dim;
     F16 total = set1(running[row].total), factor = set1(a.value_scale);
     for (int64_t d = 0; d < dim; d += 16) store_bf16(out + d, mul(div(load(mixed + row * dim + d), total), factor));
   }
 }
 
-static void attention(const Attention* arguments) {
-  const Attention& a = *arguments;
-  int64_t num_items = 0;
-  auto* starts = static_cast<int64_t*>(scratch(1, (a.num_sequences + 1) * sizeof(int64_t)));
+// Rows of a tile with their running sums: num_rows * (D + 2) floats.
+struct Share {
+  float* mixed;
+  Running* running;
+  static int64_t num_floats(int64_t num_rows, int64_t dim) { return num_rows * (dim + 2); }
+  Share(float* memory, int64_t num_rows, int64_t dim)
+      : mixed(memory), running(reinterpret_cast<Running*>(memory + num_rows * dim)) {}
+  void clear(int64_t num_rows, int64_t dim) {
+    std::memset(mixed, 0, num_rows * dim * 4);
+    for (int64_t row = 0; row < num_rows; ++row) running[row] = {-3.0e38f, 0.0f};
+  }
+};
+
+// A tile whose partitions come from `part_of`, in ascending order. Uses scratch 2.
+template <class Parts>
+static void attend_tile(const Attention& a, const AttentionTile& tile, Parts part_of) {
+  const int64_t dim = a.head_dim, num_rows = (tile.stop - tile.first) * (a.num_heads / a.num_kv_heads);
+  const int64_t num_floats = Share::num_floats(num_rows, dim);
+  auto* memory = static_cast<float*>(scratch(2, 2 * num_floats * 4));
+  Share sum(memory, num_rows, dim);
+  sum.clear(num_rows, dim);
+  for (int64_t i = 0; i < tile.num_partitions; ++i) {
+    Share part = part_of(i, memory + num_floats);
+    for (int64_t row = 0; row < num_rows; ++row)
+      merge(sum.running[row], sum.mixed + row * dim, part.running[row], part.mixed + row * dim, dim);
+  }
+  finish(a, tile, sum.running, sum.mixed);
+}
+
+// Lists the tiles of all sequences; returns the number of their (tile, partition) pairs.
+static int64_t list_tiles(const Attention& a, AttentionTile* tiles) {
+  int64_t num_splits = 0;
   for (int64_t i = 0; i < a.num_sequences; ++i) {
     const Sequence& s = a.sequences[i];
-    write_rows(a, a.key, a.keys, a.key_scale, s, a.block_table + i * a.max_blocks);
-    write_rows(a, a.value, a.values, a.value_scale, s, a.block_table + i * a.max_blocks);
-    starts[i] = num_items;
-    num_items += (s.stop - s.start + kTokens - 1) / kTokens * a.num_kv_heads;
+    for (int64_t first = s.start; first < s.stop; first += kTokens)
+      for (int64_t head = 0; head < a.num_kv_heads; ++head) {
+        int64_t stop = first + kTokens < s.stop ? first + kTokens : s.stop;
+        AttentionTile tile = {&s, a.block_table + i * a.max_blocks, head, first, stop, 0, 0, num_splits};
+        tile.partition_start = s.first_kv / kPartition * kPartition;
+        tile.num_partitions = (tile.position(stop - 1) - tile.partition_start) / kPartition + 1;
+        num_splits += tile.num_partitions;
+        *tiles++ = tile;
+      }
   }
-  starts[a.num_sequences] = num_items;
-  auto item = [&](int64_t index) {
-    int64_t i = 0;
-    while (starts[i + 1] <= index) ++i;
+  return num_splits;
+}
+
+static void attention(const Attention* arguments) {
+  const Attention& a = *arguments;
+  int64_t num_tiles = 0;
+  for (int64_t i = 0; i < a.num_sequences; ++i) {
     const Sequence& s = a.sequences[i];
-    int64_t tile_index = (index - starts[i]) / a.num_kv_heads, first = s.start + tile_index * kTokens;
-    int64_t stop = first + kTokens < s.stop ? first + kTokens : s.stop;
-    attend_tokens(a, s, a.block_table + i * a.max_blocks, (index - starts[i]) % a.num_kv_heads, first, stop);
+    const int64_t* blocks = a.block_table + i * a.max_blocks;
+    write_rows(a, a.key, a.keys, a.key_scale, s, blocks);
+    write_rows(a, a.value, a.values, a.value_scale, s, blocks);
+    num_tiles += (s.stop - s.start + kTokens - 1) / kTokens * a.num_kv_heads;
+  }
+  // Scratch 3: tiles, then the shares of split ones.
+  const int64_t dim = a.head_dim, group = a.num_heads / a.num_kv_heads, tile_bytes = num_tiles * sizeof(AttentionTile);
+  const int64_t share_floats = Share::num_floats(kTokens * group, dim);
+  auto* tiles = static_cast<AttentionTile*>(scratch(3, tile_bytes));
+  const int64_t num_splits = list_tiles(a, tiles);
+  auto part_of = [&](const AttentionTile& tile, int64_t i, float* memory) {
+    Share part(memory, (tile.stop - tile.first) * group, dim);
+    attend(a, tile, tile.partition_start + i * kPartition, part.running, part.mixed);
+    return part;
   };
-  for_each(num_items, item);
+  if (num_tiles >= kManyTiles || num_splits <= num_tiles || num_splits * share_floats * 4 > kMaxSplitBytes) {
+    auto whole = [&](int64_t index) {
+      attend_tile(a, tiles[index], [&](int64_t i, float* memory) { return part_of(tiles[index], i, memory); });
+    };
+    return for_each(num_tiles, whole);
+  }
+  auto* memory = static_cast<char*>(scratch(3, tile_bytes + num_splits * share_floats * 4));
+  tiles = reinterpret_cast<AttentionTile*>(memory);
+  list_tiles(a, tiles);
+  auto* shares = reinterpret_cast<float*>(memory + tile_bytes);
+  auto split = [&](int64_t index) {
+    const AttentionTile* tile = tiles;
+    while (tile->first_split + tile->num_partitions <= index) ++tile;
+    part_of(*tile, index - tile->first_split, shares + index * share_floats);
+  };
+  for_each(num_splits, split);
+  auto join = [&](int64_t index) {
+    const AttentionTile& tile = tiles[index];
+    attend_tile(a, tile, [&](int64_t i, float*) {
+      return Share(shares + (tile.first_split + i) * share_floats, (tile.stop - tile.first) * group, dim);
+    });
+  };
+  for_each(num_tiles, join);
 }
 
 }  // namespace QWEN35_ISA
