@@ -13,38 +13,60 @@ namespace {
 
 constexpr int kSpins = 2000;  // about 20 us
 
+// Items of the current region are claimed one by one from `cursor`: the region's number in its upper half, the next item
+// in its lower. A worker that comes late finds nothing left and is waited for by nobody, so that a core which somebody
+// else has taken costs its own work alone. While the caller writes a region's fields the cursor is closed: a claim that
+// has read some of them then fails.
 struct Pool {
+  static constexpr uint64_t kClosed = 0xffffffff;
+
   std::mutex busy;   // one parallel region at a time; a second caller computes alone
-  std::mutex mutex;  // guards sleeping
+  std::mutex mutex;  // guards falling asleep
   std::condition_variable wake;
   std::vector<std::thread> workers;
-  std::atomic<int64_t> generation{0}, next{0}, running{0};
+  std::atomic<uint64_t> cursor{kClosed};
+  std::atomic<int64_t> count{0}, done{0}, sleeping{0};
+  std::atomic<void (*)(void*, int64_t)> fn{nullptr};
+  std::atomic<void*> context{nullptr};
   std::atomic<bool> stop{false};
-  int64_t count = 0;
-  void (*fn)(void*, int64_t) = nullptr;
-  void* context = nullptr;
+
+  uint64_t region() const { return cursor.load() >> 32; }
 
   void drain() {
-    for (int64_t i = next.fetch_add(1); i < count; i = next.fetch_add(1)) fn(context, i);
-  }
-
-  void work(int64_t seen) {
-    for (;;) {
-      for (int spin = 0; spin < kSpins && generation.load() == seen; ++spin) std::this_thread::yield();
-      if (generation.load() == seen) {
-        std::unique_lock<std::mutex> lock(mutex);
-        wake.wait(lock, [&] { return generation.load() != seen; });
-      }
-      seen = generation.load();
-      if (stop.load()) return;
-      drain();
-      running.fetch_sub(1);
+    for (uint64_t seen = cursor.load();;) {
+      const int64_t item = seen & kClosed;
+      if (item >= count.load()) return;
+      const auto run = fn.load();
+      void* const argument = context.load();
+      if (!cursor.compare_exchange_weak(seen, seen + 1)) continue;
+      run(argument, item);
+      done.fetch_add(1);
+      seen = cursor.load();
     }
   }
 
-  void announce() {
+  void work(uint64_t seen) {
+    for (;;) {
+      for (int spin = 0; spin < kSpins && region() == seen; ++spin) std::this_thread::yield();
+      if (region() == seen) {
+        std::unique_lock<std::mutex> lock(mutex);
+        sleeping.fetch_add(1);
+        wake.wait(lock, [&] { return region() != seen; });
+        sleeping.fetch_sub(1);
+      }
+      seen = region();
+      if (stop.load()) return;
+      drain();
+    }
+  }
+
+  void open(int64_t num_items, void (*function)(void*, int64_t), void* argument) {
+    const uint64_t number = (region() + 1) << 32;
+    cursor.store(number | kClosed);
+    count.store(num_items), fn.store(function), context.store(argument), done.store(0);
+    cursor.store(number);
+    if (sleeping.load() == 0) return;
     std::lock_guard<std::mutex> lock(mutex);
-    generation.fetch_add(1);
     wake.notify_all();
   }
 
@@ -52,11 +74,11 @@ struct Pool {
     std::lock_guard<std::mutex> lock(busy);
     if (static_cast<int64_t>(workers.size()) == num_threads - 1) return;
     stop = true;
-    announce();
+    open(0, nullptr, nullptr);
     for (auto& worker : workers) worker.join();
     workers.clear();
     stop = false;
-    for (int64_t i = 1; i < num_threads; ++i) workers.emplace_back(&Pool::work, this, generation.load());
+    for (int64_t i = 1; i < num_threads; ++i) workers.emplace_back(&Pool::work, this, region());
   }
 };
 
@@ -79,12 +101,9 @@ void parallel(int64_t count, void (*fn)(void*, int64_t), void* context) {
   Pool& p = pool();
   if (count > 1 && !p.workers.empty() && p.busy.try_lock()) {
     std::lock_guard<std::mutex> lock(p.busy, std::adopt_lock);
-    p.count = count, p.fn = fn, p.context = context;
-    p.next = 0;
-    p.running = static_cast<int64_t>(p.workers.size());
-    p.announce();
+    p.open(count, fn, context);
     p.drain();
-    while (p.running.load()) std::this_thread::yield();
+    while (p.done.load() < count) std::this_thread::yield();
     return;
   }
   for (int64_t i = 0; i < count; ++i) fn(context, i);
