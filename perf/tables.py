@@ -15,6 +15,7 @@ TITLES = {
     "passes": "Cost of a verify and of a draft pass, in target steps",
     "context": "Time of a token against its context",
     "server": "Server through the ensemble, against the engine alone",
+    "load": "Load tools against a server of our own",
 }
 BASES = {"peers": OURS, "speculation": NO_DRAFT, "server": "engine alone"}  # what ratios are told against
 
