@@ -3,7 +3,8 @@
     perf_analyzer   ensemble `qwen35` over gRPC streaming, 1 to 16 requests at a time
     aiperf          the same over HTTP `generate_stream`
 
-Rates and times come from the tools' own exports. One response is one token, but for tokens that end no character.
+Rates and times come from the tools' own exports. Without drafts one response is one token, but for tokens that end no
+character.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ TOOLS = {"perf_analyzer, gRPC": perf_analyzer, "aiperf, HTTP": aiperf}
 
 
 def measure(options: argparse.Namespace) -> Iterator[Sample]:
-    settings = {"num_threads": str(options.threads), "num_draft_tokens": str(options.drafts)}
+    settings = {"num_threads": str(options.threads), "num_draft_tokens": "0"}
     with (
         tempfile.TemporaryDirectory() as folder,
         Server(checkpoint=options.checkpoint, settings=settings, start_timeout_s=600.0) as server,
@@ -137,7 +138,6 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCIES))
     parser.add_argument("--only", nargs="+", choices=TOOLS, default=list(TOOLS), metavar="TOOL")
     parser.add_argument("--tokens", type=int, default=32, help="of each answer")
-    parser.add_argument("--drafts", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=CACHE / "perf" / "load.json")
     options = parser.parse_args()
