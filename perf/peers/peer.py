@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 WORKER = Path(__file__).with_name("worker.py")
-STOP_SECONDS = 10.0
+START_SECONDS, TURN_SECONDS, STOP_SECONDS = 240.0, 120.0, 10.0
 
 
 class PeerError(RuntimeError):
@@ -109,7 +110,7 @@ class WorkerPeer:
                 text=True,
                 start_new_session=True,
             )
-        self._read()
+        self._read(START_SECONDS)
         self._pause()
 
     def measure(self, work: Work) -> Timing:
@@ -152,16 +153,16 @@ class WorkerPeer:
         assert self._process is not None and self._process.stdin is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        answer = self._read()
+        answer = self._read(TURN_SECONDS)
         return Timing(answer["seconds"], answer["cpu_seconds"])
 
-    def _read(self) -> dict[str, float]:
+    def _read(self, timeout_seconds: float) -> dict[str, float]:
         assert self._process is not None and self._process.stdout is not None
-        line = self._process.stdout.readline()
+        is_there, _, _ = select.select([self._process.stdout], [], [], timeout_seconds)
+        line = self._process.stdout.readline() if is_there else ""
         if not line:
-            raise PeerError(
-                f"{self.name}: expected an answer, got the end of its process; its log ends:\n{self._tail()}"
-            )
+            found = "the end of its process" if is_there else f"none in {timeout_seconds:.0f} s"
+            raise PeerError(f"{self.name}: expected an answer, got {found}; its log ends:\n{self._tail()}")
         return json.loads(line)
 
     def _tail(self, num_lines: int = 5) -> str:

@@ -14,16 +14,19 @@ runs to its last token.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import random
 import resource
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 MAX_STREAMS = 8
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 Prompts = Sequence[Sequence[int]]  # token ids; qwen35 takes texts as well
 Generate = Callable[[Prompts, int], None]  # prompts, tokens of each; returns when all are there
 
@@ -36,6 +39,7 @@ def main() -> None:
     parser.add_argument("--max-context", type=int, default=4352, help="tokens of prompt and answer")
     parser.add_argument("--drafts", type=int, default=0, help="of qwen35; random weights accept none")
     options = parser.parse_args()
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would never see its input end
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print must not look like an answer
     started = time.perf_counter()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from perf.peers import peer as peer_module
 from perf.peers.llama import LlamaPeer
 from perf.peers.peer import WORKS, PeerError, Timing, Work, WorkerPeer, in_rounds
 from perf.peers.worker import turn
@@ -46,6 +47,14 @@ def test_decoding_is_the_time_of_all_tokens_minus_that_of_the_first(tmp_path: Pa
 def test_a_worker_that_ends_is_told_with_its_log(tmp_path: Path):
     peer = worker(tmp_path, "echo out of memory >&2")
     with pytest.raises(PeerError, match="fake: expected an answer, got the end of its process.*\nout of memory"):
+        peer.start()
+    peer.close()
+
+
+def test_a_worker_that_does_not_answer_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peer_module, "START_SECONDS", 0.05)
+    peer = worker(tmp_path, "read -r line")
+    with pytest.raises(PeerError, match="got none in 0 s"):
         peer.start()
     peer.close()
 
