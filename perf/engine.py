@@ -102,6 +102,7 @@ def measure_peers(options: argparse.Namespace, setting: Setting) -> Run:
                 timing = peer.measure(work)
             except PeerError as error:
                 missing[peer.name] = str(error)
+                peer.close()
                 continue
             taken = timing.seconds if options.clock == "wall" else timing.cpu_seconds
             details = {"seconds": timing.seconds, "cpu_seconds": timing.cpu_seconds}
@@ -119,6 +120,7 @@ def _started(names: Sequence[str], setting: Setting, works: Sequence[Work], miss
     peers: list[Peer] = []
     for name in names:
         print(f"starting {name}", flush=True)
+        peer = None
         try:
             peer = PEERS[name](name, setting)
             peer.start()
@@ -128,6 +130,8 @@ def _started(names: Sequence[str], setting: Setting, works: Sequence[Work], miss
         except PeerError as error:
             missing[name] = str(error)
             print(f"left out: {error}", flush=True)
+            if peer is not None:
+                peer.close()
         else:
             peers.append(peer)
     return peers
