@@ -24,7 +24,7 @@ from build.repository import DEMO_CHECKPOINT, prepare
 from perf import context, machine, speculation
 from perf.peers.catalogue import PEERS, Setting, memory_reader
 from perf.peers.gguf import PEERS as PEERS_DIRECTORY
-from perf.peers.peer import WORKS, Peer, PeerError, Work, WorkerPeer, in_rounds
+from perf.peers.peer import WORKS, Peer, PeerError, Work, in_rounds
 from perf.plots import plot_all
 from perf.samples import Run, Sample
 from perf.tables import tables
@@ -61,6 +61,7 @@ def measure(options: argparse.Namespace) -> Run:
         peers_directory=options.peers_directory,
         log_directory=LOGS,
         num_threads=options.threads,
+        tells_cpu_time=options.clock == "cpu",
     )
     run = Run({**machine.describe(), "num_threads": options.threads, "clock": options.clock}, ())
     if "bandwidth" in options.sections:
@@ -124,9 +125,8 @@ def _started(names: Sequence[str], setting: Setting, works: Sequence[Work], miss
         try:
             peer = PEERS[name](name, setting)
             peer.start()
-            if isinstance(peer, WorkerPeer):
-                for work in works:
-                    peer.warm_up(work)
+            for work in works:
+                peer.warm_up(work)
         except PeerError as error:
             missing[name] = str(error)
             print(f"left out: {error}", flush=True)

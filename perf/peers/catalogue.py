@@ -26,6 +26,7 @@ class Setting:
     peers_directory: Path
     log_directory: Path
     num_threads: int
+    tells_cpu_time: bool = False
 
 
 def _ours(name: str, setting: Setting, checkpoint: Path) -> Peer:
@@ -73,13 +74,13 @@ def _vllm(name: str, setting: Setting) -> Peer:
     )
 
 
-def _llama(name: str, setting: Setting, kind: str, flags: tuple[str, ...] = ()) -> Peer:
+def _llama(name: str, setting: Setting, kind: str) -> Peer:
     binary = setting.peers_directory / "llama_cpp" / "bin" / "llama-batched-bench"
     if not binary.is_file():
         raise PeerError(f"{name}: expected {binary}, got none; make it with perf/peers/llama_cpp.sh")
     checkpoint = setting.quantised if kind == "nvfp4" else setting.checkpoint
     model = gguf_path(setting.peers_directory, checkpoint, kind)
-    return LlamaPeer(name, binary, model, num_threads=setting.num_threads, flags=flags)
+    return LlamaPeer(name, binary, model, num_threads=setting.num_threads, tells_cpu_time=setting.tells_cpu_time)
 
 
 PEERS: Mapping[str, Callable[[str, Setting], Peer]] = MappingProxyType(

@@ -69,6 +69,10 @@ class Peer(Protocol):
         """Load whatever stays loaded. Raises PeerError."""
         ...
 
+    def warm_up(self, work: Work) -> None:
+        """Before the first measure of each work. Raises PeerError."""
+        ...
+
     def measure(self, work: Work) -> Timing:
         """Of `work.num_timed_tokens` tokens. Raises PeerError."""
         ...

@@ -59,15 +59,20 @@ def test_a_worker_that_does_not_answer_is_left(tmp_path: Path, monkeypatch: pyte
     peer.close()
 
 
-def test_llama_reports_its_own_seconds(tmp_path: Path):
-    record = json.dumps({"t_pp": 0.25, "t_tg": 1.5})
-    binary = program(tmp_path / "bench", f"echo \"$@\" >>{tmp_path}/asked; echo loading; echo '{record}'")
-    peer = LlamaPeer("llama", binary, tmp_path / "asked", num_threads=2, flags=["-fa", "off"])
+def test_llama_reports_its_own_seconds_with_the_flags_that_were_faster(tmp_path: Path):
+    asked = tmp_path / "asked"
+    slow, fast = (json.dumps({"t_pp": 2 * t, "t_tg": t}) for t in (1.5, 0.75))
+    script = f"echo \"$@\" >>{asked}; echo loading; case \"$*\" in *off*) echo '{fast}';; *) echo '{slow}';; esac"
+    peer = LlamaPeer("llama", program(tmp_path / "bench", script), asked, num_threads=2)
     assert peer.measure(DECODE).seconds == 1.5
-    assert peer.measure(PREFILL).seconds == 0.25
-    asked = (tmp_path / "asked").read_text().splitlines()
-    assert "-t 2 -tb 2 --output-format jsonl -fa off -npp 32 -ntg 64 -npl 8 -c 768" in asked[0]
-    assert "-npp 512 -ntg 1 -npl 1 -c 513" in asked[2]
+    peer.warm_up(DECODE)
+    peer.warm_up(WORKS["prefill 4096"])  # too long to be tried
+    assert peer.measure(DECODE).seconds == 0.75
+    assert peer.measure(PREFILL).seconds == 3.0
+    lines = asked.read_text().splitlines()
+    assert "-t 2 -tb 2 --output-format jsonl -npp 32 -ntg 64 -npl 8 -c 768" in lines[0]
+    assert "-npp 512 -ntg 1 -npl 1 -c 513" in lines[-1]
+    assert len(lines) == 1 + 3 + 1 + 1
 
 
 def test_llama_that_fails_is_told(tmp_path: Path):
