@@ -1,9 +1,10 @@
-# make demo | serve | test | test-fast | lint | venv | native | clean          (README.md tells what each does)
+# make demo | serve | test | test-fast | bench | lint | venv | native | clean  (README.md tells what each does)
 #
 #   HTTP_PORT, GRPC_PORT, METRICS_PORT   where the server listens; two servers need different ones
 #   ADDRESS                              0.0.0.0 to be reached from other machines
 #   CHECKPOINT                           directory of a bf16 or an NVFP4 checkpoint
 #   PYTHON                               interpreter for .venv (3.10 to 3.12)
+#   BENCH, PEERS                         where the benchmark's checkpoints and other engines lie
 HTTP_PORT ?= 8000
 GRPC_PORT ?= 8001
 METRICS_PORT ?= 8002
@@ -11,12 +12,15 @@ ADDRESS ?= 127.0.0.1
 CHECKPOINT ?= build/demo/checkpoint
 PYTHON ?=
 PYTEST_ARGS ?=
+BENCH ?= .cache/bench
+PEERS ?= .cache/peers
+BENCH_ARGS ?=
 
 RUN := .venv/bin/python
 SERVER_ARGS = --http-port '$(HTTP_PORT)' --grpc-port '$(GRPC_PORT)' --metrics-port '$(METRICS_PORT)' \
 	--address '$(ADDRESS)' --checkpoint '$(CHECKPOINT)'
 
-.PHONY: demo serve test test-fast test-server lint venv native clean
+.PHONY: demo serve test test-fast test-server bench lint venv native clean
 .NOTPARALLEL:
 
 demo: venv native
@@ -34,6 +38,20 @@ test-fast: venv native
 
 test-server: venv native
 	$(RUN) -m pytest -m server $(PYTEST_ARGS)
+
+# Peers that are not set up (perf/peers/*.sh) are left out, and named.
+bench: venv native | $(BENCH)/344m-bf16 $(BENCH)/344m-nvfp4 $(BENCH)/35b-4layers-nvfp4
+	@if [ -x '$(PEERS)/llama_cpp/bin/llama-quantize' ]; then $(RUN) -m perf.peers.gguf \
+	    --checkpoint '$(BENCH)/344m-bf16' --quantised '$(BENCH)/344m-nvfp4' --peers-directory '$(PEERS)'; fi
+	$(RUN) -m perf.report --checkpoint '$(BENCH)/344m-bf16' --quantised '$(BENCH)/344m-nvfp4' \
+	    --wide '$(BENCH)/35b-4layers-nvfp4' --peers-directory '$(PEERS)' $(BENCH_ARGS)
+
+$(BENCH)/344m-bf16: | venv
+	$(RUN) -m build.synthetic --shape 344m --layout bf16 --output $@
+$(BENCH)/344m-nvfp4: | venv
+	$(RUN) -m build.synthetic --shape 344m --layout nvfp4 --nvfp4-head --round-dense --output $@
+$(BENCH)/35b-4layers-nvfp4: | venv
+	$(RUN) -m build.synthetic --shape 35b --layers 4 --layout nvfp4 --nvfp4-head --output $@
 
 lint: venv
 	$(RUN) -m ruff check .

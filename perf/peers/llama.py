@@ -15,7 +15,7 @@ from pathlib import Path
 from perf.peers.peer import PeerError, Timing, Work
 
 TIMEOUT_SECONDS = 300.0
-FLAGS: Sequence[Sequence[str]] = ((), ("-fa", "off"), ("-fa", "on"))
+FLAGS: Sequence[Sequence[str]] = ((), ("-fa", "off"))
 MAX_TRIED_TOKENS = 1024
 TRIED_TOKENS = 24
 

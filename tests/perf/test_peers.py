@@ -72,7 +72,7 @@ def test_llama_reports_its_own_seconds_with_the_flags_that_were_faster(tmp_path:
     lines = asked.read_text().splitlines()
     assert "-t 2 -tb 2 --output-format jsonl -npp 32 -ntg 64 -npl 8 -c 768" in lines[0]
     assert "-npp 512 -ntg 1 -npl 1 -c 513" in lines[-1]
-    assert len(lines) == 1 + 3 + 1 + 1
+    assert len(lines) == 1 + 2 + 1 + 1
 
 
 def test_llama_that_fails_is_told(tmp_path: Path):
