@@ -6,140 +6,17 @@
 // in ascending order. So it does not matter who computes a partition, nor when: many tiles go one to a thread, through
 // all their partitions; few tiles are split by partition. A key or value row is read once for all rows of a tile.
 #pragma once
-#include "cache_rows.h"
+#if defined(__AMX_TILE__)
+#include "attention_tiles.h"
+#else
+#include "attention_vectors.h"
+#endif
 
 namespace qwen35 {
 namespace QWEN35_ISA {
 
-constexpr int64_t kPartition = 256, kTokens = 16;  // keys of a partition, query tokens of a tile
 constexpr int64_t kManyTiles = 16;                 // from here on tiles are not split
 constexpr int64_t kMaxSplitBytes = 64 << 20;       // of what is kept for merging
-
-struct Running {  // of one row
-  float highest, total;
-};
-
-// Query tokens first:stop (of the batch) of one sequence, and one KV head.
-struct AttentionTile {
-  const Sequence* sequence;
-  const int64_t* blocks;
-  int64_t head, first, stop, partition_start, num_partitions, first_split;
-
-  int64_t position(int64_t token) const { return sequence->kv_start + token - sequence->start; }
-};
-
-// Scores of R rows against `count` keys: out[row * kPartition + key], four keys and kRowBlock rows at a time.
-static void score(const bf16* const* rows, int64_t num_rows, const bf16* const* keys, int64_t count, int64_t dim,
-                  float* out) {
-  for (int64_t r = 0; r < num_rows; r += kRowBlock) {
-    const bf16* query[kRowBlock];
-    for (int64_t n = 0; n < kRowBlock; ++n) query[n] = rows[r + n < num_rows ? r + n : num_rows - 1];
-    for (int64_t key = 0; key < count; key += 4) {
-      const bf16* four[4];
-      for (int64_t k = 0; k < 4; ++k) four[k] = keys[key + k < count ? key + k : count - 1];
-      F16 acc[kRowBlock * 4];
-      for (F16& one : acc) one = zero();
-      for (int64_t d = 0; d < dim; d += 32) {
-        B32 parts[4];
-        for (int k = 0; k < 4; ++k) parts[k] = load32(four[k] + d);
-        for (int n = 0; n < kRowBlock; ++n) {
-          B32 own = load32(query[n] + d);
-          for (int k = 0; k < 4; ++k) acc[n * 4 + k] = dot(acc[n * 4 + k], parts[k], own);
-        }
-      }
-      float sums[kRowBlock * 4];
-      store_sums(acc, sums);
-      for (int64_t n = 0; n < kRowBlock && r + n < num_rows; ++n)
-        std::memcpy(out + (r + n) * kPartition + key, sums + n * 4, 16);  // what is behind `count` comes anew or is not read
-    }
-  }
-}
-
-// Scores [seen] of a row become weights relative to their peak.
-static Running weigh(float* scores, int64_t seen, float scale) {
-  F16 peaks = set1(-3.0e38f), total = zero();
-  for (int64_t i = seen; i % 16; ++i) scores[i] = -3.0e38f;
-  for (int64_t i = 0; i < seen; i += 16) {
-    F16 scaled = mul(load(scores + i), set1(scale));
-    store(scores + i, scaled);
-    peaks = max(peaks, scaled);
-  }
-  float peak = highest(peaks);
-  for (int64_t i = 0; i < seen; i += 16) {
-    F16 weight = exp(sub(load(scores + i), set1(peak)));
-    store(scores + i, weight);
-    total = add(total, weight);
-  }
-  return {peak, sum(total)};
-}
-
-// mixed[row] += sum over keys of weights[row][key] * values[key], keys ascending; N rows, 32 dims a pass.
-template <int N>
-static void mix(const float* weights, const bf16* const* values, int64_t count, int64_t dim, float* mixed) {
-  for (int64_t d = 0; d < dim; d += 32) {
-    F16 low[N], high[N];
-    for (int n = 0; n < N; ++n) low[n] = load(mixed + n * dim + d), high[n] = load(mixed + n * dim + d + 16);
-    for (int64_t key = 0; key < count; ++key) {
-      F16 first = load_bf16(values[key] + d), second = load_bf16(values[key] + d + 16);
-      for (int n = 0; n < N; ++n) {
-        F16 weight = set1(weights[n * kPartition + key]);
-        low[n] = fma(weight, first, low[n]), high[n] = fma(weight, second, high[n]);
-      }
-    }
-    for (int n = 0; n < N; ++n) store(mixed + n * dim + d, low[n]), store(mixed + n * dim + d + 16, high[n]);
-  }
-}
-
-static void mix_rows(const float* weights, int64_t num_rows, const bf16* const* values, int64_t count, int64_t dim,
-                     float* mixed) {
-  int64_t row = 0;
-  for (; row + kMixRows <= num_rows; row += kMixRows)
-    mix<kMixRows>(weights + row * kPartition, values, count, dim, mixed + row * dim);
-  for (; row + 2 <= num_rows; row += 2) mix<2>(weights + row * kPartition, values, count, dim, mixed + row * dim);
-  for (; row < num_rows; ++row) mix<1>(weights + row * kPartition, values, count, dim, mixed + row * dim);
-}
-
-// What all rows of a tile get of the partition at `start`; total 0: nothing. Uses scratch 0 and 1.
-static void attend(const Attention& a, const AttentionTile& tile, int64_t start, Running* running, float* mixed) {
-  const int64_t group = a.num_heads / a.num_kv_heads, dim = a.head_dim, num_rows = (tile.stop - tile.first) * group;
-  const Sequence& s = *tile.sequence;
-  const int64_t low = s.first_kv > start ? s.first_kv : start, last = tile.position(tile.stop - 1);
-  const int64_t high = start + kPartition < last + 1 ? start + kPartition : last + 1;
-  auto seen_by = [&](int64_t token) {
-    int64_t end = tile.position(token) + 1 < high ? tile.position(token) + 1 : high;
-    return end - low;
-  };
-  auto* scores = static_cast<float*>(scratch(0, num_rows * (kPartition * 4 + sizeof(bf16*))));
-  auto** rows = reinterpret_cast<const bf16**>(scores + num_rows * kPartition);
-  auto* expanded = static_cast<bf16*>(scratch(1, kChunkKeys * dim * 2));
-  for (int64_t row = 0; row < num_rows; ++row)
-    rows[row] = a.query + ((tile.first + row / group) * a.num_heads + tile.head * group + row % group) * dim;
-  std::memset(mixed, 0, num_rows * dim * 4);
-  const bf16* chunk[kChunkKeys];
-  auto first_row = [&](int64_t at) {  // rows before it do not see the chunk
-    int64_t hidden = at - tile.position(tile.first);
-    return hidden > 0 ? hidden * group : 0;
-  };
-  for (int64_t at = low; at < high; at += kChunkKeys) {
-    int64_t count = high - at < kChunkKeys ? high - at : kChunkKeys, row = first_row(at);
-    cache_rows(a, a.keys, tile.blocks, tile.head, at, count, chunk, expanded);
-    prefetch_rows(a, at + count < high ? a.keys : a.values, tile.blocks, tile.head, at + count < high ? at + count : low, high);
-    score(rows + row, num_rows - row, chunk, count, dim, scores + row * kPartition + at - low);
-  }
-  for (int64_t row = 0; row < num_rows; ++row) {
-    int64_t seen = seen_by(tile.first + row / group);
-    running[row] = seen > 0 ? weigh(scores + row * kPartition, seen, a.scale * a.key_scale) : Running{-3.0e38f, 0.0f};
-  }
-  for (int64_t at = low; at < high; at += kChunkKeys) {
-    int64_t count = high - at < kChunkKeys ? high - at : kChunkKeys;
-    cache_rows(a, a.values, tile.blocks, tile.head, at, count, chunk, expanded);
-    prefetch_rows(a, a.values, tile.blocks, tile.head, at + count, high);
-    for (int64_t row = first_row(at); row < num_rows; row += group) {
-      int64_t left = seen_by(tile.first + row / group) - (at - low);
-      mix_rows(scores + row * kPartition + at - low, group, chunk, left < count ? left : count, dim, mixed + row * dim);
-    }
-  }
-}
 
 // One more partition's share into what a row has so far.
 static void merge(Running& sum, float* mixed, const Running& part, const float* part_mixed, int64_t dim) {
@@ -166,9 +43,9 @@ static void finish(const Attention& a, const AttentionTile& tile, const Running*
 struct Share {
   float* mixed;
   Running* running;
-  static int64_t num_floats(int64_t num_rows, int64_t dim) { return num_rows * (dim + 2); }
+  static int64_t num_floats(int64_t num_rows, int64_t dim) { return stored_rows(num_rows) * (dim + 2); }
   Share(float* memory, int64_t num_rows, int64_t dim)
-      : mixed(memory), running(reinterpret_cast<Running*>(memory + num_rows * dim)) {}
+      : mixed(memory), running(reinterpret_cast<Running*>(memory + stored_rows(num_rows) * dim)) {}
   void clear(int64_t num_rows, int64_t dim) {
     std::memset(mixed, 0, num_rows * dim * 4);
     for (int64_t row = 0; row < num_rows; ++row) running[row] = {-3.0e38f, 0.0f};

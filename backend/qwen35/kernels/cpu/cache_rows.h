@@ -5,11 +5,11 @@
 namespace qwen35 {
 namespace QWEN35_ISA {
 
-constexpr int64_t kChunkKeys = 32;  // rows that are expanded at a time: they stay in the nearest cache
-#if defined(__AVX512BF16__)
-constexpr int kRowBlock = 4, kMixRows = 8;  // as many sums as registers hold
+// Rows that are expanded at a time: they stay in the nearest cache.
+#if defined(__AMX_TILE__)
+constexpr int64_t kChunkKeys = 64;
 #else
-constexpr int kRowBlock = 2, kMixRows = 2;
+constexpr int64_t kChunkKeys = 32;
 #endif
 
 INLINE uint8_t e4m3_of(float x) {  // to the nearest, ties to even, saturating at 448
@@ -50,39 +50,57 @@ static void write_rows(const Attention& a, const bf16* rows, void* cache, float 
   }
 }
 
-// E4M3 -> bf16, exact; D a multiple of 32.
-INLINE void expand_e4m3(const uint8_t* from, int64_t dim, bf16* to) {
-#if defined(__AVX512BF16__)
-  alignas(64) static const uint16_t small[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};  // n / 512
-  const __m512i subnormal = _mm512_load_si512(small), seven = _mm512_set1_epi16(0x7F);
-  for (int64_t i = 0; i < dim; i += 32) {
-    __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(from + i)));
-    __m512i magnitude = _mm512_and_si512(codes, seven);
-    __m512i value = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
-    value = _mm512_mask_permutexvar_epi16(value, _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8)), magnitude, subnormal);
-    value = _mm512_mask_mov_epi16(value, _mm512_cmpeq_epi16_mask(magnitude, seven), _mm512_set1_epi16(0x7FC0));
-    __m512i sign = _mm512_slli_epi16(codes, 8);
-    _mm512_storeu_si512(to + i, _mm512_ternarylogic_epi32(value, sign, _mm512_set1_epi16(short(0x8000)), 0xF8));  // a | (b & c)
+#if defined(__AVX512VBMI__)
+// E4M3 -> bf16 by tables of the two bytes of each magnitude's bf16.
+struct ExpandE4M3 {
+  __m512i low[2], high[2];
+  ExpandE4M3() {
+    alignas(64) uint8_t bytes[2][128];
+    for (int i = 0; i < 128; ++i) bytes[0][i] = uint8_t(e4m3_values[i]), bytes[1][i] = uint8_t(e4m3_values[i] >> 8);
+    for (int i = 0; i < 2; ++i) low[i] = _mm512_load_si512(bytes[0] + 64 * i), high[i] = _mm512_load_si512(bytes[1] + 64 * i);
   }
-#else
-  for (int64_t i = 0; i < dim; ++i) to[i] = e4m3_values[from[i]];
-#endif
-}
-
-// Rows of keys or values at `count` KV positions from `first` on, one KV head: pointers into the cache, or expanded.
-static void cache_rows(const Attention& a, const void* cache, const int64_t* blocks, int64_t head, int64_t first,
-                       int64_t count, const bf16** rows, bf16* expanded) {
-  const int64_t dim = a.head_dim;
-  for (int64_t i = 0; i < count; ++i) {
-    int64_t at = row_at(a, blocks, first + i) + head * dim;
-    if (!a.is_fp8) {
-      rows[i] = static_cast<const bf16*>(cache) + at;
-    } else {
-      expand_e4m3(static_cast<const uint8_t*>(cache) + at, dim, expanded + i * dim);
-      rows[i] = expanded + i * dim;
+  // Codes of a lane's low half become words of `first`, those of its high half words of `second`.
+  void operator()(__m512i codes, __m512i& first, __m512i& second) const {
+    __m512i lows = _mm512_permutex2var_epi8(low[0], codes, low[1]);
+    __m512i highs = _mm512_permutex2var_epi8(high[0], codes, high[1]);
+    highs = _mm512_ternarylogic_epi32(highs, codes, _mm512_set1_epi8(-128), 0xF8);  // a | (b & c)
+    first = _mm512_unpacklo_epi8(lows, highs), second = _mm512_unpackhi_epi8(lows, highs);
+  }
+  // D a multiple of 32.
+  void row(const uint8_t* from, int64_t dim, bf16* to) const {
+    const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+    for (int64_t i = 0; i < dim; i += 64) {
+      const bool is_whole = i + 64 <= dim;
+      __m512i codes = is_whole ? _mm512_loadu_si512(from + i) : _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i*)(from + i)));
+      __m512i first, second;
+      (*this)(_mm512_permutexvar_epi64(order, codes), first, second);
+      _mm512_storeu_si512(to + i, first);
+      if (is_whole) _mm512_storeu_si512(to + i + 32, second);
     }
   }
-}
+};
+#else
+struct ExpandE4M3 {
+  void row(const uint8_t* from, int64_t dim, bf16* to) const {
+#if defined(__AVX512BF16__)
+    alignas(64) static const uint16_t small[32] = {0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60};  // n / 512
+    const __m512i subnormal = _mm512_load_si512(small), most = _mm512_set1_epi16(0x7F), bias = _mm512_set1_epi16(120 << 7);
+    for (int64_t i = 0; i < dim; i += 32) {
+      __m512i codes = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)(from + i)));
+      __m512i magnitude = _mm512_and_si512(codes, most);
+      __m512i value = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), bias);
+      __mmask32 is_small = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+      value = _mm512_mask_permutexvar_epi16(value, is_small, magnitude, subnormal);
+      value = _mm512_mask_mov_epi16(value, _mm512_cmpeq_epi16_mask(magnitude, most), _mm512_set1_epi16(0x7FC0));
+      __m512i sign = _mm512_and_si512(_mm512_slli_epi16(codes, 8), _mm512_set1_epi16(short(0x8000)));
+      _mm512_storeu_si512(to + i, _mm512_or_si512(value, sign));
+    }
+#else
+    for (int64_t i = 0; i < dim; ++i) to[i] = e4m3_values[from[i]];
+#endif
+  }
+};
+#endif
 
 // Asks for the rows of the next chunk, from `first` on and before `stop`: blocks lie anywhere, no hardware foresees them.
 static void prefetch_rows(const Attention& a, const void* cache, const int64_t* blocks, int64_t head, int64_t first,
@@ -92,30 +110,6 @@ static void prefetch_rows(const Attention& a, const void* cache, const int64_t* 
     const char* row = static_cast<const char*>(cache) + (row_at(a, blocks, i) + head * a.head_dim) * value_bytes;
     for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch(row + at);
   }
-}
-
-// out[i] = sum(x[i]) for a block of score sums, each by the halving tree of `sum`.
-INLINE void store_sums(const F16 (&x)[kRowBlock * 4], float* out) {
-#if defined(__AVX512BF16__)
-  __m512 a[8], b[4], c[2];
-  for (int i = 0; i < 8; ++i) {  // x[i], x[i + 8]: lanes + 8
-    __m512 low = _mm512_shuffle_f32x4(x[i].v, x[i + 8].v, 0x44), high = _mm512_shuffle_f32x4(x[i].v, x[i + 8].v, 0xEE);
-    a[i] = _mm512_add_ps(low, high);
-  }
-  for (int i = 0; i < 4; ++i) {  // quarters: i, i + 8, i + 4, i + 12: lanes + 4
-    __m512 low = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88), high = _mm512_shuffle_f32x4(a[i], a[i + 4], 0xDD);
-    b[i] = _mm512_add_ps(low, high);
-  }
-  for (int i = 0; i < 2; ++i)  // lanes + 2
-    c[i] = _mm512_add_ps(_mm512_shuffle_ps(b[i], b[i + 2], 0x44), _mm512_shuffle_ps(b[i], b[i + 2], 0xEE));
-  // Each quarter: sums of i = 0, 0, 2, 2 in c[0] and of 1, 1, 3, 3 in c[1]: lanes + 1.
-  __m512 even = _mm512_shuffle_ps(c[0], c[1], 0x88), odd = _mm512_shuffle_ps(c[0], c[1], 0xDD);
-  __m512 sums = _mm512_add_ps(even, odd);  // a quarter: 0, 2, 1, 3; quarters: + 0, + 8, + 4, + 12
-  sums = _mm512_shuffle_ps(sums, sums, 0xD8);
-  _mm512_storeu_ps(out, _mm512_shuffle_f32x4(sums, sums, 0xD8));
-#else
-  for (int i = 0; i < kRowBlock * 4; ++i) out[i] = sum(x[i]);
-#endif
 }
 
 }  // namespace QWEN35_ISA
