@@ -24,6 +24,8 @@ class Settings:
     num_draft_tokens: int = 3  # 0: no draft is loaded
     draft_length: str = "fixed"  # fixed: num_draft_tokens; adaptive: up to it, what pays as measured, 0 included
     draft_experts: str = "stored"  # stored: as in the checkpoint; nvfp4: dense ones are rounded at load
+    draft_vocab_size: int = 0  # tokens that are drafted at all, in blocks of 16 ids; 0: every one
+    draft_vocab_file: str = ""  # which: token ids, one a line, most frequent first; empty: the lowest ids
     max_undrafted_tokens: int = 256  # of a sequence whose drafting pauses: hidden states kept for it to catch up
     kv_cache_dtype: str = "auto"  # auto: fp8 when the checkpoint announces it, else dtype's
     block_tokens: int = 16
@@ -90,7 +92,14 @@ _POSITIVE = (
     "max_image_pixels",
     "session_bytes",
 )
-_NOT_NEGATIVE = ("max_context_tokens", "num_checkpoints", "prefix_cache_bytes", "image_cache_bytes", "swap_bytes")
+_NOT_NEGATIVE = (
+    "max_context_tokens",
+    "draft_vocab_size",
+    "num_checkpoints",
+    "prefix_cache_bytes",
+    "image_cache_bytes",
+    "swap_bytes",
+)
 _DURATIONS = ("request_timeout_seconds", "unclaimed_lease_seconds", "heartbeat_seconds")
 
 _CHOICES = {

@@ -12,6 +12,7 @@ the last one ended: no entry is ever missing, and what is proposed then is what 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from typing import Protocol
 
@@ -36,7 +37,7 @@ class Draft(Protocol):
 
 
 class Drafter:
-    """``cache`` is written in place by every pass. Embeddings and logits are the target's."""
+    """``cache`` is written in place by every pass. Embeddings are the target's."""
 
     def __init__(
         self,
@@ -50,9 +51,10 @@ class Drafter:
         metrics: EngineMetrics,
         max_undrafted_tokens: int,
         row_scan: RowScan | None = None,
+        logits: Callable[[Tensor], Tensor],
     ) -> None:
         """``max_undrafted_tokens``: hidden states kept for a sequence that pauses; with more it drafts no more.
-        ``row_scan``: for rows of logits, see the sampler."""
+        ``row_scan``: for rows of logits, see the sampler. ``logits``: [R, H] -> [R, V], -inf: not drafted."""
         self._draft = draft
         self._target = target
         self._cache = cache
@@ -62,6 +64,7 @@ class Drafter:
         self._metrics = metrics
         self._max_undrafted_tokens = max_undrafted_tokens
         self._scan = row_scan
+        self._logits = logits
 
     def propose(self, pieces: SequenceOf[Piece], hidden: Tensor) -> None:
         """Sets ``drafts`` of the sequences that decode. Called after commit; ``hidden``: [T, H] of the pieces'
@@ -124,7 +127,7 @@ class Drafter:
         sequences, output = _those_that_want_more([piece.sequence for piece in passes], output)
         if sequences:
             rows = [sequence.row(sequence.drafts) for sequence in sequences]
-            choices = choose(self._target.logits(output), rows, self._scan)
+            choices = choose(self._logits(output), rows, self._scan)
             for sequence, token_id in zip(sequences, choices.token_ids.tolist(), strict=True):
                 sequence.drafts += (token_id,)
             self._costs.draft.add(sum(num_inputs), self._costs.clock() - started)

@@ -9,11 +9,12 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from qwen35.config import ModelConfig
 from qwen35.engine.admission import Admission
@@ -53,9 +54,11 @@ class Engine:
         config: ModelConfig,
         settings: Settings,
         row_scan: RowScan | None = None,
+        draft_logits: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         """``draft``: None turns drafting off. ``pool`` hands out block and slot numbers of ``cache``. ``tokenizer``:
-        anything that ``Vocabulary`` takes. ``row_scan``: makes sampling from large vocabularies quicker."""
+        anything that ``Vocabulary`` takes. ``row_scan``: makes sampling from large vocabularies quicker.
+        ``draft_logits``: the drafts' own head, in place of the target's."""
         device = cache.attention[0].keys.device
         num_draft_tokens = settings.num_draft_tokens if draft is not None else 0
         self.vocabulary = Vocabulary(tokenizer)
@@ -90,6 +93,7 @@ class Engine:
                 metrics=self.metrics,
                 max_undrafted_tokens=settings.max_undrafted_tokens,
                 row_scan=row_scan,
+                logits=draft_logits or target.logits,
             )
         self._changed = threading.Condition()
         self._inbox: deque[Sequence] = deque()  # this and the next two are guarded by _changed
