@@ -75,7 +75,7 @@ def _write_shard(path: Path, entries: Sequence[Entry], progress: Progress) -> No
     """Wide types first: every tensor then starts at a multiple of its item's size."""
     ordered = sorted(entries, key=lambda entry: -_ITEM_BYTES[entry.dtype])
     with path.open("wb") as file:
-        file.write(_header(ordered))
+        file.write(header_of(ordered))
         for entry in ordered:
             num_bytes = 0
             for chunk in entry.chunks():
@@ -87,7 +87,8 @@ def _write_shard(path: Path, entries: Sequence[Entry], progress: Progress) -> No
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _header(entries: Sequence[Entry]) -> bytes:
+def header_of(entries: Sequence[Entry]) -> bytes:
+    """The beginning of a file of these tensors, in this order."""
     fields: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for entry in entries:

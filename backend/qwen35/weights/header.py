@@ -35,7 +35,7 @@ DTYPES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorInfo:
     """One tensor as its file's header describes it; `offset` counts bytes from the beginning of the file."""
 

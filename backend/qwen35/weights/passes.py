@@ -8,8 +8,8 @@ is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -102,13 +102,26 @@ class Loader(TensorSource):
 
     def read(self, progress: Progress) -> None:
         """Fills the weights. Raises CheckpointError for a file that changes meanwhile."""
-        with self._memory.populating() if self._memory is not None else nullcontext():
+        with _one_torch_thread(), self._memory.populating() if self._memory is not None else nullcontext():
             stream(self.pieces, progress)
+        self.pieces.clear()
 
     @property
     def unfilled(self) -> list[str]:
         """Names that the plan counted on and nobody took."""
         return [name for name in self._planned if name not in self.taken]
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Copies are bound by memory, and other threads read and make pages meanwhile; on busy cores more threads of torch
+    wait for each other, ten times longer than they work."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _take_rows(store: Store, first_row: int, dtype: torch.dtype, width: int, data: Tensor) -> None:

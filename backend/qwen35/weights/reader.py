@@ -94,7 +94,8 @@ class CheckpointReader:
             return {}
         try:
             weight_map = json.loads(index_path.read_text(encoding="utf-8"))["weight_map"]
-            shards = {name: self.directory / file for name, file in weight_map.items()}
+            paths = {file: self.directory / file for file in weight_map.values()}
+            shards = {name: paths[file] for name, file in weight_map.items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index_path}: expected JSON with a weight_map, got {error!r}") from error
         if not shards:

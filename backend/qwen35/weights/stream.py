@@ -30,7 +30,7 @@ BUFFER_BYTES = NUM_BUFFERS * _BUFFER_BYTES
 Progress = Callable[[int, int], None]  # (bytes read, bytes to read)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Consecutive bytes of a file, at most READ_BYTES, and what takes them: a uint8 tensor that is valid for the call
     only and starts at any address."""
