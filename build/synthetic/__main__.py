@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             layout,
             options.output,
             num_layers=options.layers,
+            has_draft=not options.no_draft,
             seed=options.seed,
             rounds_dense=options.round_dense,
         )
@@ -45,6 +46,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layout", choices=LAYOUTS, required=True, help="names and kinds of weights")
     parser.add_argument("--output", type=Path, required=True, help="directory to create")
     parser.add_argument("--layers", type=int, metavar="N", help="cut the model short (default: its full depth)")
+    parser.add_argument("--no-draft", action="store_true", help="without mtp.*")
     parser.add_argument("--nvfp4-head", action="store_true", help="the lm_head in NVFP4 as well")
     parser.add_argument(
         "--round-dense",

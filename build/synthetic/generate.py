@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -38,6 +39,7 @@ def generate(
     output: Path,
     *,
     num_layers: int | None = None,
+    has_draft: bool = True,
     seed: int = 0,
     rounds_dense: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -55,17 +57,16 @@ def generate(
     try:
         partial.chmod(0o755)
         recipe = Recipe(Values(seed), shape.matrix_std, rounds_dense)
-        written = _fill(partial, shape, layout, num_layers, recipe, max_shard_bytes)
+        plain = shape.config(num_layers, has_draft=has_draft)
+        written = _fill(partial, plain, layout, recipe, max_shard_bytes)
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     return written
 
 
-def _fill(
-    directory: Path, shape: Shape, layout: Layout, num_layers: int | None, recipe: Recipe, max_shard_bytes: int
-) -> Written:
-    plain = shape.config(num_layers)
+def _fill(directory: Path, plain: dict[str, Any], layout: Layout, recipe: Recipe, max_shard_bytes: int) -> Written:
+    """`plain`: config.json without a quantisation."""
     write_companions(directory, plain, None, None)
     config = ModelConfig.from_directory(directory)
     write_companions(directory, plain, *quantization_configs(layout, target_kinds(config, layout)))

@@ -34,12 +34,13 @@ class Shape:
     vision: Mapping[str, Any]
     matrix_std: float
 
-    def config(self, num_layers: int | None = None) -> dict[str, Any]:
+    def config(self, num_layers: int | None = None, *, has_draft: bool = True) -> dict[str, Any]:
         """config.json without token ids and without a quantisation; `num_layers` cuts the model short."""
         depth = num_layers or self.text["num_hidden_layers"]
         interval = FULL_ATTENTION_INTERVAL
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(depth)]
         text = {**_TEXT_COMMON, **self.text, "num_hidden_layers": depth, "layer_types": kinds}
+        text["mtp_num_hidden_layers"] = int(has_draft)
         vision = {**_VISION_COMMON, **self.vision, "out_hidden_size": text["hidden_size"]}
         return {
             "architectures": ["Qwen3_5MoeForConditionalGeneration"],

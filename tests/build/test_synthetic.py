@@ -167,5 +167,8 @@ def test_command_line(tmp_path: Path, monkeypatch, capsys) -> None:
     assert "tensors" in capsys.readouterr().out
     target, _, report = load(tmp_path / "out")
     assert len(target.layers) == 2 and isinstance(target.lm_head, NVFP4Tensor) and report.warnings == ()
+    without = ["--shape", "tiny", "--layout", "bf16", "--no-draft", "--output", str(tmp_path / "without")]
+    assert main(without) == 0
+    assert not any("mtp" in name for name in tensors_of(tmp_path / "without"))
     assert main([*arguments, str(tmp_path / "out")]) == 1
     assert "has files" in capsys.readouterr().err
