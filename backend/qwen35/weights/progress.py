@@ -19,7 +19,8 @@ class LoadProgress:
 
     def __init__(self, checkpoint: str, is_terminal: bool | None = None) -> None:
         self._checkpoint = checkpoint
-        self._is_terminal = sys.stderr.isatty() if is_terminal is None else is_terminal
+        has_terminal = sys.stderr is not None and sys.stderr.isatty()
+        self._is_terminal = has_terminal if is_terminal is None else is_terminal
         self._bar: tqdm | None = None
         self._started = self._logged = time.monotonic()
 
