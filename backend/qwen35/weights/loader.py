@@ -123,9 +123,10 @@ def _load(
         refuse_what_does_not_fit(checkpoint, num_bytes_held + BUFFER_BYTES, device)
         weights = planned if device.type == "meta" else _fill(checkpoint, plan, build, layout, device, progress)
     report = _report(checkpoint, scheme, plan, num_bytes_held, skipped)
-    _LOGGER.info("%s", report)
-    for warning in report.warnings:
-        _LOGGER.warning("%s: %s", checkpoint, warning)
+    if device.type != "meta":
+        _LOGGER.info("%s", report)
+        for warning in report.warnings:
+            _LOGGER.warning("%s: %s", checkpoint, warning)
     return weights, report
 
 
