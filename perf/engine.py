@@ -21,6 +21,7 @@ from pathlib import Path
 
 from build.backends import CACHE
 from build.repository import DEMO_CHECKPOINT, prepare
+from build.serve import exit_on_signals
 from perf import context, machine, speculation
 from perf.peers.catalogue import PEERS, Setting, memory_reader
 from perf.peers.gguf import PEERS as PEERS_DIRECTORY
@@ -93,9 +94,11 @@ def measure_peers(options: argparse.Namespace, setting: Setting) -> Run:
     """A peer that does not start, or fails at its turn, is left out and named with the reason."""
     works = [WORKS[name] for name in options.works]
     missing: dict[str, str] = {}
-    peers = _started(options.peers, setting, works, missing)
+    peers: list[Peer] = []
     samples: list[Sample] = []
     try:
+        for name in options.peers:
+            _start(name, setting, works, peers, missing)
         for round_index, work, peer in in_rounds(works, peers, options.repeats):
             if peer.name in missing:
                 continue
@@ -116,29 +119,26 @@ def measure_peers(options: argparse.Namespace, setting: Setting) -> Run:
     return Run({}, tuple(samples), missing)
 
 
-def _started(names: Sequence[str], setting: Setting, works: Sequence[Work], missing: dict[str, str]) -> list[Peer]:
-    """Loaded one after the other, each warmed up with every kind of work."""
-    peers: list[Peer] = []
-    for name in names:
-        print(f"starting {name}", flush=True)
-        peer = None
-        try:
-            peer = PEERS[name](name, setting)
-            peer.start()
-            for work in works:
-                peer.warm_up(work)
-        except PeerError as error:
-            missing[name] = str(error)
-            print(f"left out: {error}", flush=True)
-            if peer is not None:
+def _start(name: str, setting: Setting, works: Sequence[Work], peers: list[Peer], missing: dict[str, str]) -> None:
+    """Loads one peer and warms it up with every kind of work."""
+    print(f"starting {name}", flush=True)
+    try:
+        peer = PEERS[name](name, setting)
+        peers.append(peer)  # to be closed, whatever happens
+        peer.start()
+        for work in works:
+            peer.warm_up(work)
+    except PeerError as error:
+        missing[name] = str(error)
+        print(f"left out: {error}", flush=True)
+        for peer in peers:
+            if peer.name == name:
                 peer.close()
-        else:
-            peers.append(peer)
-    return peers
 
 
 def main() -> None:
     options = parse_arguments()
+    exit_on_signals()
     if "peers" in options.sections and not (options.checkpoint and options.quantised):
         raise SystemExit("peers: expected --checkpoint and --quantised; make them with python -m build.synthetic")
     if "context" in options.sections and options.wide is None:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from build.backends import ROOT
+from build.serve import exit_on_signals
 from perf import engine, server
 from perf.bars import SMALL, WIDE, bars_table
 from perf.peers.catalogue import OURS
@@ -115,6 +116,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main() -> None:
     options = parse_arguments()
+    exit_on_signals()
     path = RESULTS / "run.json"
     if options.render:
         run = Run.load(path)

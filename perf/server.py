@@ -23,6 +23,7 @@ import tritonclient.grpc as triton_grpc
 
 from build.backends import CACHE
 from build.processes import cpu_seconds
+from build.serve import exit_on_signals
 from build.server import Server
 from perf import machine
 from perf.peers.peer import Timing, WorkerPeer
@@ -172,6 +173,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 def main() -> None:
     options = parse_arguments()
+    exit_on_signals()
     run = Run({**machine.describe(), "num_threads": options.threads}, tuple(measure(options)))
     run.save(options.output / "server.json")
     (options.output / "server.md").write_text(tables(run), encoding="utf-8")

@@ -6,6 +6,7 @@ their work, can not disturb the peer whose turn it is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -142,7 +143,8 @@ class WorkerPeer:
             return
         self._continue()
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
         try:
             self._process.wait(STOP_SECONDS)
         except subprocess.TimeoutExpired:
@@ -155,8 +157,9 @@ class WorkerPeer:
 
     def _ask(self, request: Mapping[str, Any]) -> Timing:
         assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # what has happened is told by the log
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
         answer = self._read(TURN_SECONDS)
         return Timing(answer["seconds"], answer["cpu_seconds"])
 

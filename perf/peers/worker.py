@@ -18,7 +18,6 @@ import ctypes
 import json
 import os
 import random
-import resource
 import signal
 import sys
 import time
@@ -27,6 +26,7 @@ from typing import Any
 
 MAX_STREAMS = 8
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_SESSION, _USER, _SYSTEM = 3, 11, 12
 Prompts = Sequence[Sequence[int]]  # token ids; qwen35 takes texts as well
 Generate = Callable[[Prompts, int], None]  # prompts, tokens of each; returns when all are there
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def turn(generate: Generate, work: dict[str, Any], vocab_size: int) -> dict[str, float]:
-    """One timed call. `cpu_seconds`: of all threads of this process and of children that have ended."""
+    """One timed call. `cpu_seconds`: of all threads of all its processes."""
     prompts = work.get("prompts") or _random_prompts(work["num_streams"], work["num_prompt_tokens"], vocab_size)
     started, cpu_started = time.perf_counter(), _cpu_seconds()
     generate(prompts, work["num_tokens"])
@@ -63,8 +63,19 @@ def _random_prompts(num_streams: int, num_tokens: int, vocab_size: int) -> list[
 
 
 def _cpu_seconds() -> float:
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+    """Of all processes of this session, whose leader this one is."""
+    stats = [_stat(name) for name in os.listdir("/proc") if name.isdigit()]
+    own = [fields for fields in stats if fields and int(fields[_SESSION]) == os.getsid(0)]
+    return sum(int(fields[_USER]) + int(fields[_SYSTEM]) for fields in own) / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: str) -> list[str]:
+    """Fields of /proc/<pid>/stat after the command name, see proc(5); none when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def _vocab_size(checkpoint: str) -> int:
@@ -119,8 +130,8 @@ def load_transformers(options: argparse.Namespace) -> Generate:
 
 
 def load_vllm(options: argparse.Namespace) -> Generate:
-    """vLLM's CPU build, compiled, in this very process. Text only; prefix caching off."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    """vLLM's CPU build, compiled, with workers of its own (only those bind their threads to cores). Text only; prefix
+    caching off."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB
     from vllm import LLM, SamplingParams
 
