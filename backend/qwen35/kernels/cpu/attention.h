@@ -116,12 +116,14 @@ static void attention(const Attention* arguments) {
   tiles = reinterpret_cast<AttentionTile*>(memory);
   list_tiles(a, tiles);
   auto* shares = reinterpret_cast<float*>(memory + tile_bytes);
-  auto split = [&](int64_t index) {
+  auto split = [&](int64_t index) {  // one partition for all KV heads: their rows are neighbours in memory
     const AttentionTile* tile = tiles;
-    while (tile->first_split + tile->num_partitions <= index) ++tile;
-    part_of(*tile, index - tile->first_split, shares + index * share_floats);
+    while (tile->first_split + tile->num_partitions * a.num_kv_heads <= index * a.num_kv_heads) tile += a.num_kv_heads;
+    const int64_t partition = index - tile->first_split / a.num_kv_heads;
+    for (int64_t head = 0; head < a.num_kv_heads; ++head, ++tile)
+      part_of(*tile, partition, shares + (tile->first_split + partition) * share_floats);
   };
-  for_each(num_splits, split);
+  for_each(num_splits / a.num_kv_heads, split);
   auto join = [&](int64_t index) {
     const AttentionTile& tile = tiles[index];
     attend_tile(a, tile, [&](int64_t i, float*) {

@@ -40,7 +40,7 @@ INLINE const bf16* query_row(const Attention& a, const AttentionTile& tile, int6
 // The keys behind the chunk at `at`, or the partition's first values behind the last one.
 INLINE void prefetch_next(const Attention& a, const AttentionTile& tile, int64_t at, int64_t low, int64_t high) {
   const bool is_last = at + kChunkKeys >= high;
-  prefetch_rows(a, is_last ? a.values : a.keys, tile.blocks, tile.head, is_last ? low : at + kChunkKeys, high);
+  if (tile.head == 0) prefetch_rows(a, is_last ? a.values : a.keys, tile.blocks, is_last ? low : at + kChunkKeys, high);
 }
 
 }  // namespace QWEN35_ISA

@@ -53,7 +53,8 @@ INLINE void pair_values(const ExpandE4M3& expand, const uint8_t* first, const ui
   _mm512_storeu_si512(low, pairs[0]), _mm512_storeu_si512(high, pairs[1]);
 }
 INLINE void pair_values(const ExpandE4M3&, const bf16* first, const bf16* second, bf16* low, bf16* high) {
-  __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second), a = _mm512_unpacklo_epi16(x, y), b = _mm512_unpackhi_epi16(x, y);
+  __m512i x = _mm512_loadu_si512(first), y = _mm512_loadu_si512(second);
+  __m512i a = _mm512_unpacklo_epi16(x, y), b = _mm512_unpackhi_epi16(x, y);
   // Lanes of a: dims 0-3, 8-11, 16-19, 24-27; of b: four more.
   __m512i front = _mm512_shuffle_i64x2(a, b, 0x44), back = _mm512_shuffle_i64x2(a, b, 0xEE);
   _mm512_storeu_si512(low, _mm512_shuffle_i64x2(front, front, 0xD8));
@@ -196,7 +197,7 @@ static void attend(const Attention& a, const AttentionTile& tile, int64_t start,
     int64_t count = high - at < kChunkKeys ? high - at : kChunkKeys, num_steps = (count + 31) / 32;
     if (a.is_fp8) chunk_values<uint8_t>(a, tile, expand, at, count, chunk);
     else chunk_values<bf16>(a, tile, expand, at, count, chunk);
-    prefetch_rows(a, a.values, tile.blocks, tile.head, at + count, high);
+    if (tile.head == 0) prefetch_rows(a, a.values, tile.blocks, at + count, high);
     for (int64_t row = tile.first_seeing(at) * group / 16 * 16; row < num_rows; row += 16) {
       const bf16* own = weights + row * kPartition + at - low;
       float* to = mixed + row * dim;

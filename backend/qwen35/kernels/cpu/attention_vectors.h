@@ -147,7 +147,7 @@ static void attend(const Attention& a, const AttentionTile& tile, int64_t start,
   for (int64_t at = low; at < high; at += kChunkKeys) {
     int64_t count = high - at < kChunkKeys ? high - at : kChunkKeys;
     cache_rows(a, a.values, tile.blocks, tile.head, at, count, chunk, expanded);
-    prefetch_rows(a, a.values, tile.blocks, tile.head, at + count, high);
+    if (tile.head == 0) prefetch_rows(a, a.values, tile.blocks, at + count, high);
     for (int64_t row = tile.first_seeing(at) * group; row < num_rows; row += group) {
       int64_t left = tile.seen(tile.first + row / group, start) - (at - low);
       mix_rows(scores + row * kPartition + at - low, group, chunk, left < count ? left : count, dim, mixed + row * dim);

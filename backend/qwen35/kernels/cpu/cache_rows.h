@@ -102,13 +102,13 @@ struct ExpandE4M3 {
 };
 #endif
 
-// Asks for the rows of the next chunk, from `first` on and before `stop`: blocks lie anywhere, no hardware foresees them.
-static void prefetch_rows(const Attention& a, const void* cache, const int64_t* blocks, int64_t head, int64_t first,
-                          int64_t stop) {
-  const int64_t value_bytes = a.is_fp8 ? 1 : 2, num_bytes = a.head_dim * value_bytes;
+// Asks for the rows of the next chunk, from `first` on and before `stop`, all heads of them: blocks lie anywhere, no
+// hardware foresees them.
+static void prefetch_rows(const Attention& a, const void* cache, const int64_t* blocks, int64_t first, int64_t stop) {
+  const int64_t value_bytes = a.is_fp8 ? 1 : 2, num_bytes = a.num_kv_heads * a.head_dim * value_bytes;
   for (int64_t i = first; i < stop && i < first + kChunkKeys; ++i) {
-    const char* row = static_cast<const char*>(cache) + (row_at(a, blocks, i) + head * a.head_dim) * value_bytes;
-    for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch(row + at);
+    const char* row = static_cast<const char*>(cache) + row_at(a, blocks, i) * value_bytes;
+    for (int64_t at = 0; at < num_bytes; at += 64) __builtin_prefetch(row + at, 0, 2);
   }
 }
 
