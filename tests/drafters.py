@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -14,8 +15,8 @@ class OracleDrafter:
 
     Replaces ``engine._drafter``: accepted runs of every length, without a draft that would have to be good."""
 
-    def __init__(self, known: Mapping[int, tuple[int, ...]], wrong: float, seed: int = 0) -> None:
-        """``known``: token ids by uid."""
+    def __init__(self, known: Mapping[Any, tuple[int, ...]], wrong: float, seed: int = 0) -> None:
+        """``known``: token ids by uid, or by uid and sample."""
         self._known = known
         self._wrong = wrong
         self._random = random.Random(seed)
@@ -24,7 +25,9 @@ class OracleDrafter:
         for sequence in (piece.sequence for piece in pieces):
             if not (sequence.is_prefilling or sequence.is_finished):
                 first = sequence.num_generated_tokens
-                right = self._known[sequence.request.uid][first : first + sequence.num_wanted_drafts]
+                uid, sample = sequence.request.uid, sequence.request.sample_index
+                known = self._known[uid] if uid in self._known else self._known[uid, sample]
+                right = known[first : first + sequence.num_wanted_drafts]
                 sequence.drafts = tuple(t ^ 1 if self._random.random() < self._wrong else t for t in right)
 
 

@@ -24,7 +24,8 @@ from qwen35.config import ModelConfig
 from qwen35.devices import select_device, select_dtype
 from qwen35.engine.engine import Engine
 from qwen35.engine.loading import load_engine
-from qwen35.engine.request import Emission, Request, SamplingParams, TokenLogprob
+from qwen35.engine.local_store import LocalStore
+from qwen35.engine.request import Emission, ImageSpan, Request, SamplingParams, TokenLogprob
 from qwen35.engine.session import Session
 from qwen35.engine.session_file import load_session, save_session
 from qwen35.errors import InvalidArgument
@@ -37,6 +38,7 @@ from qwen35.prompt.types import Prompt, PromptLimits
 from qwen35.settings import Settings
 from qwen35.state.fingerprint import fingerprint
 from qwen35.state.geometry import Geometry
+from qwen35.state.leases import Lease
 from qwen35.state.local import LocalState
 from qwen35.weights.loader import load_vision
 
@@ -54,6 +56,7 @@ class Completion:
     num_input_tokens: int
     num_draft_tokens: int  # verified by the target
     num_accepted_draft_tokens: int
+    num_cached_tokens: int = 0  # of the input: an earlier request had computed them
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # one entry a token when sampling.logprobs is set
     cumulative_logprob: float = 0.0  # 0 unless sampling.logprobs is set
     # Of the prompt's second token on when sampling.prompt_logprobs is set; with the first of n samples.
@@ -76,7 +79,8 @@ class LLM:
             self._device,
             prefix_cache_bytes=self.settings.prefix_cache_bytes,
         )
-        self.engine: Engine = load_engine(self.settings, self.config, self._state.pool, self._state.cache)
+        self._store = LocalStore(self._state.manager, self._state.reader, self._state.holder)
+        self.engine: Engine = load_engine(self.settings, self.config, self._state.pool, self._state.cache, self._store)
         limits = PromptLimits(
             max_context_tokens=self.settings.max_context_tokens or self.config.text.max_position_embeddings,
             max_image_bytes=self.settings.max_image_bytes,
@@ -85,6 +89,7 @@ class LLM:
         self._processor = PromptProcessor(checkpoint, self.config, limits)
         self._lock = threading.Lock()
         self._num_requests = 0
+        self._leases: dict[int, Lease] = {}  # by uid, of requests that the engine may have
 
     def generate(
         self,
@@ -122,7 +127,7 @@ class LLM:
         with self._lock:
             uid, self._num_requests = self._num_requests, self._num_requests + 1
             request = self._request(uid, self._prompt(prompt, None, None), sampling)
-            self.engine.submit(replace(request, wants_session=True))
+            self._submit(replace(request, wants_session=True))
             try:
                 return self._session_after(uid, num_tokens)
             finally:
@@ -149,7 +154,8 @@ class LLM:
             request = session.request_on(
                 uid=uid, deadline=math.inf, arrival=time.monotonic(), max_new_tokens=max_new_tokens
             )
-            self.engine.resume(session, request)
+            self._leases[uid], _ = self._store.open(None)
+            self.engine.resume(session, replace(request, lease=self._leases[uid]))
             emissions: dict[tuple[int, int], list[Emission]] = {(uid, request.sample_index): []}
             try:
                 self._run(deque(), emissions, None, None, num_live=1)
@@ -187,19 +193,31 @@ class LLM:
         while waiting or num_live:
             while waiting and num_live < max_live:
                 uid, (prompt, sampling) = waiting.popleft()
-                self.engine.submit(self._request(uid, self._prompt(prompt, tools, template_kwargs), sampling))
+                self._submit(self._request(uid, self._prompt(prompt, tools, template_kwargs), sampling))
                 num_live += sampling.n
             for emission in self.engine.step():
                 if emission.error is not None:
                     raise emission.error
                 emissions[emission.uid, emission.sample_index].append(emission)
                 num_live -= emission.is_final
+            self._close_leases()
+
+    def _submit(self, request: Request) -> None:
+        lease, hit = self._store.open(self.engine.query(request))
+        self._leases[request.uid] = lease
+        self.engine.submit(replace(request, lease=lease), hit=hit)
+
+    def _close_leases(self) -> None:
+        """Of requests that have ended."""
+        for uid in [uid for uid in self._leases if not self.engine.is_live(uid)]:
+            self._store.close(self._leases.pop(uid))
 
     def _stop(self, uids: Iterable[int]) -> None:
         for uid in uids:
             self.engine.abort(uid)
         while self.engine.has_work:
             self.engine.step()
+        self._close_leases()
 
     def _prompt(
         self,
@@ -225,6 +243,7 @@ class LLM:
             seed=secrets.randbits(64) if sampling.seed is None else sampling.seed,
             deadline=math.inf,
             arrival=time.monotonic(),
+            images=tuple(ImageSpan(image.digest, image.offset, image.num_tokens) for image in prompt.images),
         )
 
     @cached_property
@@ -245,6 +264,7 @@ def _completion(news: Sequence[Emission]) -> Completion:
         num_input_tokens=last.usage.num_input_tokens,
         num_draft_tokens=last.usage.num_draft_tokens,
         num_accepted_draft_tokens=last.usage.num_accepted_draft_tokens,
+        num_cached_tokens=last.usage.num_cached_tokens,
         logprobs=tuple(entry for emission in news for entry in emission.logprobs),
         cumulative_logprob=last.cumulative_logprob,
         prompt_logprobs=tuple(entry for emission in news for entry in emission.prompt_logprobs),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Literal, TypeVar
 
@@ -19,9 +20,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
 from qwen35.engine.engine import Engine
+from qwen35.engine.local_store import LocalStore
 from qwen35.engine.request import Emission, Request, SamplingParams
 from qwen35.settings import Settings
 from qwen35.state.geometry import Geometry
+from qwen35.state.leases import Lease
 from qwen35.state.local import LocalState
 from qwen35.views import BatchView, CacheView, GatedDeltaView
 
@@ -158,12 +161,14 @@ def config(max_context_tokens: int = 512) -> SimpleNamespace:
     )
 
 
-def state(*, num_blocks: int = 64, num_slots: int = 4, num_draft_tokens: int = 3) -> LocalState:
+def state(
+    *, num_blocks: int = 64, num_slots: int = 4, num_draft_tokens: int = 3, num_checkpoints: int = 0
+) -> LocalState:
     geometry = Geometry(
         num_blocks=num_blocks,
         block_tokens=BLOCK_TOKENS,
-        num_slots=num_slots,
-        num_checkpoints=0,
+        num_slots=num_slots + num_checkpoints,
+        num_checkpoints=num_checkpoints,
         max_context_tokens=512,
         num_attention_layers=1,
         has_draft=True,
@@ -180,7 +185,7 @@ def state(*, num_blocks: int = 64, num_slots: int = 4, num_draft_tokens: int = 3
         dtype="float64",
         kv_dtype="float64",
         state_dtype="float64",
-        max_leases=8,
+        max_leases=4096,
     )
     made = LocalState(geometry)
     for layer in (*made.cache.attention, made.cache.draft):
@@ -200,22 +205,33 @@ class Rig:
         target: FakeTarget | None = None,
         num_blocks: int = 64,
         num_slots: int = 4,
+        num_checkpoints: int = 0,
+        interval_tokens: int = 10_000,
         max_batch_tokens: int = 64,
         max_context_tokens: int = 512,
         max_queued_requests: int = 64,
         **settings: object,
     ) -> None:
-        self.state = state(num_blocks=num_blocks, num_slots=num_slots, num_draft_tokens=num_draft_tokens)
+        """With ``num_checkpoints`` the prefix cache is on, and each request has a lease as in ``LLM``."""
+        self.state = state(
+            num_blocks=num_blocks,
+            num_slots=num_slots,
+            num_draft_tokens=num_draft_tokens,
+            num_checkpoints=num_checkpoints,
+        )
         self.target = target or FakeTarget()
         self.draft = FakeDraft(draft) if draft and num_draft_tokens else None
         resolved = Settings(
             num_draft_tokens=num_draft_tokens,
             block_tokens=BLOCK_TOKENS,
             num_slots=num_slots,
+            num_checkpoints=num_checkpoints,
             max_batch_tokens=max_batch_tokens,
             max_queued_requests=max_queued_requests,
             **settings,
         )
+        self.store = LocalStore(self.state.manager, self.state.reader, self.state.holder)
+        self.leases: dict[int, Lease] = {}
         self.engine = Engine(
             self.target,
             self.draft,
@@ -224,13 +240,15 @@ class Rig:
             tokenizer(),
             config(max_context_tokens),
             resolved,
+            store=self.store if num_checkpoints else None,
         )
+        self.engine._checkpoints._landmarks._interval_tokens = interval_tokens
         self.emissions: dict[int, list[Emission]] = {}
 
     def run(self, requests: Sequence[Request] = (), max_steps: int = 2000) -> dict[int, list[Emission]]:
         """Submits, then steps until nothing is left; the pool must be whole again."""
         for request in requests:
-            self.engine.submit(request)
+            self.submit(request)
         for _ in range(max_steps):
             if not self.engine.has_work:
                 break
@@ -239,8 +257,15 @@ class Rig:
         self.check_pool()
         return self.emissions
 
+    def submit(self, request: Request) -> None:
+        lease, hit = self.store.open(self.engine.query(request))
+        self.leases[request.uid] = lease
+        self.engine.submit(replace(request, lease=lease), hit=hit)
+
     def step(self) -> list[Emission]:
         emissions = self.engine.step()
+        for uid in [uid for uid in self.leases if not self.engine.is_live(uid)]:
+            self.store.close(self.leases.pop(uid))
         for emission in emissions:
             self.emissions.setdefault(emission.uid, []).append(emission)
         return emissions
@@ -249,6 +274,7 @@ class Rig:
         pool = self.state.pool
         pool.check_integrity()
         assert (pool.num_used_blocks, pool.num_used_slots) == (0, 0)
+        check_whole(self.state)
 
     def token_ids(self, uid: int = 0) -> tuple[int, ...]:
         return tuple(token_id for emission in self.emissions[uid] for token_id in emission.token_ids)
@@ -260,6 +286,15 @@ class Rig:
         *others, last = self.emissions[uid]
         assert last.is_final and not any(emission.is_final for emission in others)
         return last
+
+
+def check_whole(state: LocalState) -> None:
+    """Nobody has a request: every block and slot is free or cached, no lease, no pin."""
+    stats = state.manager.stats()
+    state.manager.check_integrity()
+    for counts, free in ((stats.blocks, state.pool.num_free_blocks), (stats.slots, state.pool.num_free_slots)):
+        assert free == counts.held and counts.free + counts.held + counts.cached == counts.total
+    assert (stats.num_open_leases, stats.num_claimed_leases, stats.prefix.num_pins) == (0, 0, 0)
 
 
 def request(

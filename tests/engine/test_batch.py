@@ -2,7 +2,7 @@
 
 import torch
 
-from qwen35.engine.batch import Piece, batch_view, embed, logit_rows
+from qwen35.engine.batch import Piece, batch_view, embed, logit_inputs
 from qwen35.engine.detokenizer import TextStream, Vocabulary
 from qwen35.engine.sequence import Sequence
 from tests.engine.fakes import IMAGE, FakeTarget, request, tokenizer
@@ -51,13 +51,21 @@ def test_view_of_chunks_and_verifies():
     assert view.num_pending.tolist() == [2, 0]
     assert view.defer.tolist() == [True, False]
     assert [piece.token_ids for piece in pieces] == [[7, 8, 9], [2, 3, 4]]
-    assert logit_rows(pieces).tolist() == [0, 1, 2]  # the chunk stops before its prompt's last token
+    assert logit_inputs(pieces, torch.arange(6)).tolist() == [0, 1, 2]  # the chunk stops before its prompt's last token
     assert all(x.dtype == torch.int64 for x in (view.cu_tokens, view.positions, view.kv_start, view.block_table))
 
 
 def test_last_chunk_needs_one_row_of_logits():
     pieces = [Piece(sequence(range(6)), 2, num_decided=4), Piece(sequence(range(3), generated=(9,)), 3, num_decided=1)]
-    assert logit_rows(pieces).tolist() == [3, 4]
+    assert logit_inputs(pieces, torch.arange(5)).tolist() == [3, 4]
+
+
+def test_a_piece_without_inputs_has_the_row_that_was_stored():
+    whole = sequence(range(6))
+    whole.boundary = torch.tensor([70])
+    decode = sequence(range(3), generated=(9,))
+    pieces = [Piece(decode, 3, num_decided=1), Piece(whole, 6, num_decided=0), Piece(sequence(range(4)), 0, 4)]
+    assert logit_inputs(pieces, torch.arange(5)).tolist() == [0, 70, 4]
 
 
 def test_draft_pass_has_the_positions_before_and_no_state():

@@ -8,10 +8,15 @@ import random
 import pytest
 import torch
 
+from qwen35.engine import checkpoints, prefix
 from qwen35.engine.batch import Piece
+from qwen35.engine.checkpoints import Checkpoints
+from qwen35.engine.scheduler import Scheduler
 from qwen35.engine.sequence import Sequence
 from qwen35.engine.snapshot import Snapshot
+from qwen35.engine.target import TargetRunner
 from qwen35.kernels.reference import attention, gated_delta, plan
+from qwen35.state.prefix import PrefixHasher
 from tests.engine import differential
 from tests.engine.differential import play, schedule
 
@@ -23,16 +28,19 @@ def test_every_request_equals_its_solo_run(schedule_seed):
 
 
 def test_schedules_reach_what_they_are_for():
-    """Else they would show nothing: accepted and rejected drafts, cancelled and preempted requests, images."""
+    """Else they would show nothing: accepted and rejected drafts, cancelled and preempted requests, images, hits."""
     engines = [play(schedule(seed)) for seed in range(NUM_LOOKED_AT)]
     drafted = sum(engine.metrics.num_draft_tokens for engine in engines)
     accepted = sum(engine.metrics.num_accepted_draft_tokens for engine in engines)
     assert min(accepted, drafted - accepted) > 30
     assert sum(engine.metrics.num_failed_requests for engine in engines) > 1
-    for name in ("num_preemptions", "num_dropped_tokens", "num_swapped_in_tokens"):
+    for name in ("num_preemptions", "num_dropped_tokens", "num_swapped_in_tokens", "num_skipped_checkpoints"):
         assert sum(getattr(engine.metrics, name) for engine in engines) > 3, name
-    images = [visit for seed in range(NUM_LOOKED_AT) for visit in schedule(seed).visits if visit.index % 4 == 3]
-    assert len(images) > 5
+    for name in ("num_cached_tokens", "num_checkpoints"):
+        assert sum(getattr(engine.metrics, name) for engine in engines) > 100, name
+    visits = [visit for seed in range(NUM_LOOKED_AT) for visit in schedule(seed).visits]
+    assert sum(len(differential.catalogue()[visit.index].images) for visit in visits) > 5
+    assert min(sum(v.num_samples > 1 for v in visits), sum(v.wants_prompt_logprobs for v in visits)) > 3
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -136,16 +144,79 @@ def pending_inputs_not_swapped(monkeypatch):
     monkeypatch.setattr(Snapshot, "restore", faulty)
 
 
+def published_before_commit(monkeypatch):
+    """What a chunk will have computed is offered before it has run."""
+    next_batch, materialise = Scheduler.next_batch, TargetRunner.materialise
+
+    def faulty(self):
+        pieces, checkpoints = next_batch(self), self._checkpoints
+        for piece in pieces:
+            sequence, end = piece.sequence, piece.end
+            if sequence.is_prefilling and piece.num_inputs:
+                for place in checkpoints._new(sequence, checkpoints._landmarks.between(sequence, end - 1, end)):
+                    checkpoints._publish(sequence, place, checkpoints._cache.boundary_hidden[sequence.slot])
+        return pieces
+
+    def lenient(self, sequence, position):
+        if position <= sequence.num_computed_tokens:
+            materialise(self, sequence, position)
+
+    monkeypatch.setattr(Scheduler, "next_batch", faulty)
+    monkeypatch.setattr(TargetRunner, "materialise", lenient)
+
+
+def partial_block_not_copied(monkeypatch):
+    """Who starts in the middle of a block has garbage in front of it."""
+    monkeypatch.setattr(checkpoints, "copy_rows", lambda cache, source, target, num_rows: None)
+
+
+def boundary_hidden_stale(monkeypatch):
+    """A checkpoint keeps the hidden state that its slot had before."""
+    publish = Checkpoints._publish
+
+    def faulty(self, sequence, place, hidden):
+        publish(self, sequence, place, self._cache.boundary_hidden[sequence.slot].clone())
+
+    monkeypatch.setattr(Checkpoints, "_publish", faulty)
+
+
+def state_of_another_place(monkeypatch):
+    """A checkpoint inside an accepted run has the state of the run's start."""
+    monkeypatch.setattr(TargetRunner, "materialise", lambda self, sequence, position: None)
+
+
+def images_without_a_name(monkeypatch):
+    """Prompts that differ in an image alone count as equal."""
+    nameless = lambda token_ids, images, block_tokens: PrefixHasher(token_ids, block_tokens=block_tokens)  # noqa: E731
+    monkeypatch.setattr(prefix, "PrefixHasher", nameless)
+
+
+def unpinned_in_use(monkeypatch):
+    """A checkpoint that a sequence stands on may be evicted."""
+    adopt = Checkpoints._adopt
+
+    def faulty(self, flight, checkpoint):
+        adopt(self, flight, checkpoint)
+        self._store.unpin(checkpoint.lease, checkpoint.entry)
+
+    monkeypatch.setattr(Checkpoints, "_adopt", faulty)
+
+
 FAULTS = [pending_inputs_not_swapped, preempted_state_kept, replay_off_by_one, stale_conv_window, own_chunk_unrounded,
-          slot_reused_without_reset, penalties_blind_to_drafts, drafts_at_the_wrong_position]  # fmt: skip
+          slot_reused_without_reset, penalties_blind_to_drafts, drafts_at_the_wrong_position, published_before_commit,
+          partial_block_not_copied, boundary_hidden_stale, state_of_another_place, images_without_a_name,
+          unpinned_in_use]  # fmt: skip
 
 
 @pytest.fixture
 def own_solo_runs():
     """Solo runs with the fault: it must show by what differs between schedules, as one in the code would."""
-    differential.solo.cache_clear()
+    caches = (differential.solo, differential.request_of)
+    for cache in caches:
+        cache.cache_clear()
     yield
-    differential.solo.cache_clear()
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)

@@ -2,12 +2,17 @@
 
 import pytest
 
+from qwen35.engine.checkpoints import Checkpoints
 from qwen35.engine.detokenizer import TextStream, Vocabulary
+from qwen35.engine.landmarks import Landmarks
+from qwen35.engine.memory import Memory
+from qwen35.engine.metrics import EngineMetrics
 from qwen35.engine.scheduler import Scheduler
 from qwen35.engine.sequence import Decision, Sequence
 from qwen35.engine.swap import Swap
 from qwen35.errors import Unavailable
 from qwen35.state.pool import BlockPool
+from qwen35.views import CacheView
 from tests.engine.fakes import BLOCK_TOKENS, request, state, tokenizer
 from tests.state.test_pool import FakeSource
 
@@ -27,9 +32,15 @@ def sequence(uid: int, num_prompt: int = 4, max_total_tokens: int = 40, **fields
 
 def scheduler(max_batch_tokens: int = 32, num_blocks: int = 64, num_slots: int = 4) -> Scheduler:
     made = state(num_blocks=num_blocks, num_slots=num_slots)
-    return Scheduler(
-        made.pool, Swap(made.cache, max_bytes=0), block_tokens=BLOCK_TOKENS, max_batch_tokens=max_batch_tokens
-    )
+    return scheduler_over(made.pool, made.cache, max_batch_tokens)
+
+
+def scheduler_over(pool: BlockPool, cache: CacheView, max_batch_tokens: int = 32) -> Scheduler:
+    """Without a prefix cache and without swapping."""
+    memory = Memory(pool, block_tokens=BLOCK_TOKENS, max_sequences=64)
+    landmarks = Landmarks(VOCABULARY, interval_tokens=1000, max_deferred_tokens=4)
+    checkpoints = Checkpoints(memory, None, landmarks, None, cache, EngineMetrics())
+    return Scheduler(memory, checkpoints, Swap(cache, max_bytes=0), max_batch_tokens=max_batch_tokens)
 
 
 def step(made: Scheduler, num_drafts: int = 0) -> list[tuple]:
@@ -258,7 +269,7 @@ def test_blocks_that_are_on_their_way_are_waited_for(monkeypatch):
 def test_a_pool_that_grows_is_used_up_before_anybody_is_preempted():
     source = FakeSource(16, 4)
     pool = BlockPool(source, num_total_blocks=32, num_total_slots=4, extent_blocks=4, extent_slots=4)
-    made = Scheduler(pool, Swap(state().cache, max_bytes=0), block_tokens=BLOCK_TOKENS, max_batch_tokens=32)
+    made = scheduler_over(pool, state().cache)
     for uid in range(2):
         made.add(sequence(uid, num_prompt=4, max_total_tokens=60, num_draft_tokens=0))
     most = 0

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from qwen35.engine.detokenizer import TextStream, Vocabulary
 from qwen35.engine.grammar import Grammars
+from qwen35.engine.prefix import Query, hasher_of
 from qwen35.engine.processors import Processors
 from qwen35.engine.request import Request
-from qwen35.engine.sequence import Sequence
+from qwen35.engine.sequence import Sequence, can_draft
 from qwen35.errors import InvalidArgument
 
 
@@ -55,16 +56,27 @@ class Admission:
         self._check_token_ids("logit_bias", [token_id for token_id, _ in sampling.logit_bias])
         eos_token_ids = frozenset() if sampling.ignore_eos else self._eos_token_ids
         end_token_ids = eos_token_ids | frozenset(sampling.stop_token_ids)
-        wanted = self._num_draft_tokens if sampling.num_draft_tokens is None else sampling.num_draft_tokens
         return Sequence(
             request,
             max_total_tokens=max_total_tokens,
-            max_draft_tokens=min(wanted, self._num_draft_tokens),
+            max_draft_tokens=self._max_draft_tokens(request),
             end_token_ids=end_token_ids,
             text=TextStream(self._vocabulary, sampling),
             processors=self._processors(request, end_token_ids),
             placeholder_indices=placeholders,
         )
+
+    def query(self, request: Request) -> Query | None:
+        """What a request would start from; None when that must be nothing."""
+        hasher = hasher_of(request, self._placeholder_indices(request), self._block_tokens)
+        if hasher is None or (request.sampling.prompt_logprobs is not None and request.sampling.n == 1):
+            return None
+        num_tokens, num_drafts = len(request.token_ids), self._max_draft_tokens(request)
+        return Query(hasher, num_tokens, can_draft(num_drafts, num_tokens, self._max_total_tokens(request)))
+
+    def _max_draft_tokens(self, request: Request) -> int:
+        wanted = request.sampling.num_draft_tokens
+        return self._num_draft_tokens if wanted is None else min(wanted, self._num_draft_tokens)
 
     def _max_total_tokens(self, request: Request) -> int:
         num_prompt_tokens, limit = len(request.token_ids), self._max_context_tokens

@@ -70,7 +70,8 @@ class Piece:
 
     @property
     def num_rows(self) -> int:
-        """Positions whose logits are needed: the golden token's and each draft's, the last prompt token's, or none."""
+        """Positions whose logits are needed: the golden token's and each draft's, the last prompt token's (which need
+        not be among the inputs), or none."""
         is_complete = self.start + self.num_decided == len(self.sequence.token_ids)
         return 1 + len(self.drafts) if is_complete else 0
 
@@ -142,11 +143,17 @@ def embed(pieces: SequenceOf[Piece], target: Target, device: torch.device) -> Te
     return embeds
 
 
-def logit_rows(pieces: SequenceOf[Piece]) -> Tensor:
-    """[R] int64: indices among the T tokens whose logits are needed, piece by piece."""
+def logit_inputs(pieces: SequenceOf[Piece], hidden: Tensor) -> Tensor:
+    """[R, H]: the hidden states whose logits are needed, piece by piece, out of all inputs' [T, H]. A piece without
+    inputs stands at the end of a cached prompt, whose last hidden state was stored."""
+    stored = [piece.sequence.boundary for piece in pieces if piece.num_inputs == 0]
     rows: list[int] = []
-    offset = 0
+    offset, next_stored = 0, len(hidden)
     for piece in pieces:
         offset += piece.num_inputs
-        rows.extend(range(offset - piece.num_rows, offset))
-    return torch.tensor(rows, dtype=torch.int64)
+        if piece.num_inputs == 0:
+            rows.append(next_stored)
+            next_stored += 1
+        else:
+            rows.extend(range(offset - piece.num_rows, offset))
+    return torch.cat([hidden, *stored])[rows] if stored else hidden[rows]

@@ -46,6 +46,10 @@ class Vocabulary:
     def encode(self, text: str) -> list[int]:
         return self._backend.encode(text, add_special_tokens=False).ids
 
+    def token_id(self, text: str) -> int | None:
+        """Of the one token that is spelt like this; None when there is none."""
+        return self._backend.token_to_id(text)
+
     def open_think_end(self, token_ids: Sequence[int]) -> int | None:
         """The token that ends the thinking part which ``token_ids`` leave open; None when they leave none open."""
         start, end = (self._backend.token_to_id(text) for text in (THINK_START, THINK_END))

@@ -88,21 +88,21 @@ class Drafter:
 
     def _first_pass(self, pieces: SequenceOf[Piece], hidden: Tensor) -> tuple[list[Piece], list[Tensor]]:
         """The draft's pieces, and the hidden states that each of them pairs with, [n, H]. Those of sequences that pause
-        are kept, but for their prompts': a prompt is drafted as it is computed."""
+        are kept, but for their prompts': a prompt is drafted as it is computed. So is what goes into a checkpoint."""
         passes: list[Piece] = []
         rows: list[Tensor] = []
         offset = 0
         for piece in pieces:
             sequence, start = piece.sequence, offset
             offset += piece.num_inputs
-            if not sequence.uses_draft or sequence.is_draft_lost:
+            if not sequence.keeps_draft:
                 continue
             own = hidden[start : start + sequence.num_computed_tokens - piece.start]
-            if sequence.is_finished:
+            if sequence.is_finished and not sequence.lacks_draft_entries:
                 if sequence.request.wants_session:
                     self._keep(sequence, own)
                 continue
-            if sequence.draft_length == 0 and piece.start >= sequence.num_prompt_tokens:
+            if _may_pause(piece):
                 self._keep(sequence, own)
                 continue
             first, end = sequence.num_drafted_tokens, sequence.num_computed_tokens
@@ -139,6 +139,12 @@ class Drafter:
         return self._draft.forward(embeds, hidden, batch_view(passes, self._device), self._cache)
 
 
+def _may_pause(piece: Piece) -> bool:
+    sequence = piece.sequence
+    is_decode = piece.num_inputs > 0 and piece.start >= sequence.num_prompt_tokens
+    return is_decode and sequence.draft_length == 0 and not sequence.lacks_draft_entries
+
+
 def _those_that_want_more(sequences: list[Sequence], output: Tensor) -> tuple[list[Sequence], Tensor]:
     """``output``: [S, H], the draft's output at each sequence's last token so far."""
     wanting = [i for i, sequence in enumerate(sequences) if _wants_more(sequence)]
@@ -152,4 +158,6 @@ def _later_pass(sequence: Sequence) -> Piece:
 
 
 def _wants_more(sequence: Sequence) -> bool:
-    return not sequence.is_prefilling and len(sequence.drafts) < sequence.num_wanted_drafts
+    if sequence.is_prefilling or sequence.is_finished:
+        return False
+    return len(sequence.drafts) < sequence.num_wanted_drafts

@@ -19,11 +19,15 @@ from torch import Tensor
 from qwen35.config import ModelConfig
 from qwen35.engine.admission import Admission
 from qwen35.engine.batch import Piece, Target
+from qwen35.engine.checkpoints import Checkpoints
 from qwen35.engine.detokenizer import Vocabulary
 from qwen35.engine.draft import Draft, Drafter
 from qwen35.engine.draft_length import AdaptiveLengths, Costs, FixedLengths
-from qwen35.engine.memory import Pool
+from qwen35.engine.landmarks import Landmarks
+from qwen35.engine.ledger import Pool
+from qwen35.engine.memory import Memory
 from qwen35.engine.metrics import EngineMetrics
+from qwen35.engine.prefix import PrefixStore, Query
 from qwen35.engine.request import Emission, Request
 from qwen35.engine.scheduler import Scheduler
 from qwen35.engine.sequence import Decision, Sequence
@@ -33,6 +37,7 @@ from qwen35.engine.target import TargetRunner
 from qwen35.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArgument, Qwen35Error, Unavailable
 from qwen35.kernels.scan import RowScan
 from qwen35.settings import Settings
+from qwen35.state.prefix import Hit
 from qwen35.views import CacheView
 
 _LOGGER = logging.getLogger(__name__)
@@ -55,10 +60,11 @@ class Engine:
         settings: Settings,
         row_scan: RowScan | None = None,
         draft_logits: Callable[[Tensor], Tensor] | None = None,
+        store: PrefixStore | None = None,
     ) -> None:
         """``draft``: None turns drafting off. ``pool`` hands out block and slot numbers of ``cache``. ``tokenizer``:
         anything that ``Vocabulary`` takes. ``row_scan``: makes sampling from large vocabularies quicker.
-        ``draft_logits``: the drafts' own head, in place of the target's."""
+        ``draft_logits``: the drafts' own head, in place of the target's. ``store``: None turns the prefix cache off."""
         device = cache.attention[0].keys.device
         num_draft_tokens = settings.num_draft_tokens if draft is not None else 0
         self.vocabulary = Vocabulary(tokenizer)
@@ -75,12 +81,15 @@ class Engine:
             num_draft_tokens=num_draft_tokens,
         )
         self._cache = cache
-        self._swap = Swap(cache, settings.swap_bytes)
-        self._scheduler = Scheduler(
-            pool, self._swap, block_tokens=settings.block_tokens, max_batch_tokens=settings.max_batch_tokens
-        )
         costs = Costs()
+        self._store = store
+        self._swap = Swap(cache, settings.swap_bytes)
         self._target = TargetRunner(target, cache, device, costs, row_scan)
+        memory = Memory(pool, block_tokens=settings.block_tokens, max_sequences=settings.num_slots)
+        self._checkpoints = Checkpoints(
+            memory, store, Landmarks.over(cache, self.vocabulary), self._target, cache, self.metrics
+        )
+        self._scheduler = Scheduler(memory, self._checkpoints, self._swap, max_batch_tokens=settings.max_batch_tokens)
         self._drafter: Drafter | None = None
         if draft is not None and num_draft_tokens:
             self._drafter = Drafter(
@@ -101,10 +110,17 @@ class Engine:
         self._refusal: Qwen35Error | None = None
         self._live: dict[int, list[Sequence]] = {}  # by uid, the samples that go on; written under _changed
 
-    def submit(self, request: Request, session: Session | None = None) -> None:
-        """Any thread. ``session``: what the prompt begins with need not be computed, it is restored from there. Raises
-        InvalidArgument, Unavailable (queue full, engine shut down), StateError, and then emits nothing."""
+    def query(self, request: Request) -> Query | None:
+        """Any thread. What to look for in the store on behalf of a request, before it is submitted; None: nothing.
+        Raises InvalidArgument."""
+        return None if self._store is None else self._admission.query(request)
+
+    def submit(self, request: Request, session: Session | None = None, hit: Hit | None = None) -> None:
+        """Any thread. What the prompt begins with need not be computed: ``session`` brings it, or ``hit``, which was
+        found in the store and is pinned for the request's lease. Raises InvalidArgument, Unavailable (queue full,
+        engine shut down), StateError, and then emits nothing."""
         samples = [self._admission.sequence(replace(request, sample_index=i)) for i in range(request.sampling.n)]
+        self._checkpoints.admit(samples, None if session is not None else hit)
         if session is not None:
             self._begin_with(session, samples)
         self._enqueue(request, samples)
@@ -113,6 +129,7 @@ class Engine:
         """Any thread. Goes on behind all that the session has decided; ``request``: from ``session.request_on``. Raises
         as ``submit``."""
         sequence = self._admission.sequence(request)
+        self._checkpoints.admit([sequence], None)
         session.check_open(sequence)
         if session.snapshot is not None:
             session.snapshot.check(self._cache)
@@ -158,6 +175,11 @@ class Engine:
             self._inbox.extend(samples)
             self._changed.notify_all()
 
+    def is_live(self, uid: int) -> bool:
+        """Any thread. Whether memory may still be read or written on behalf of a request."""
+        with self._changed:
+            return uid in self._live
+
     def abort(self, uid: int, error: Qwen35Error | None = None) -> None:
         """Any thread. The request ends with ``error`` (default: Cancelled) at the next step; without effect once it
         has ended."""
@@ -190,12 +212,14 @@ class Engine:
         emissions = self._emit(self._take_in())
         pieces: list[Piece] = []
         try:
+            self._checkpoints.settle()
             pieces = self._scheduler.next_batch()
             if pieces:
                 hidden = self._target.run(pieces)
                 self._commit(pieces, self._target.decide(pieces, hidden))
                 if self._drafter is not None:
                     self._drafter.propose(pieces, hidden)
+                self._checkpoints.take(pieces, hidden)
         except Exception as error:
             self._fail([piece.sequence for piece in pieces] or self._live_sequences(), error)
         return emissions + self._emit(list(self._scheduler.running + self._scheduler.waiting))
@@ -251,6 +275,7 @@ class Engine:
             metrics.num_output_tokens += after.num_output_tokens - before.num_output_tokens
             metrics.num_draft_tokens += after.num_draft_tokens - before.num_draft_tokens
             metrics.num_accepted_draft_tokens += after.num_accepted_draft_tokens - before.num_accepted_draft_tokens
+        self._checkpoints.mark(pieces)
 
     def _fail(self, sequences: Iterable[Sequence], error: Exception) -> None:
         """Ends ``sequences`` with an error whose message names the fault; the traceback goes to the log alone."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from qwen35.config import ModelConfig
 from qwen35.devices import select_dtype
 from qwen35.engine.engine import Engine
+from qwen35.engine.prefix import PrefixStore
 from qwen35.kernels.ops import Ops
 from qwen35.kernels.select import select_ops
 from qwen35.nn.draft import DraftModel
@@ -23,9 +24,12 @@ from qwen35.views import CacheView
 from qwen35.weights.loader import load_language
 
 
-def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache: CacheView) -> Engine:
+def load_engine(
+    settings: Settings, config: ModelConfig, pool: BlockPool, cache: CacheView, store: PrefixStore | None = None
+) -> Engine:
     """Target and, with drafting on, draft of ``settings.checkpoint``, on the device of ``cache``. Blocks that come
-    back to ``pool`` wake an engine that waits. Raises CheckpointError and ConfigError."""
+    back to ``pool`` wake an engine that waits. ``store`` is used unless ``settings.num_checkpoints`` is 0. Raises
+    CheckpointError and ConfigError."""
     device = cache.attention[0].keys.device
     ops = select_ops(settings, device)
     weights, draft_weights, _ = load_language(
@@ -41,7 +45,18 @@ def load_engine(settings: Settings, config: ModelConfig, pool: BlockPool, cache:
     tokenizer = Tokenizer.from_directory(settings.checkpoint)
     target = accelerate(LanguageModel(config.text, weights, ops), ops)
     draft_logits = None if draft is None else _draft_logits(settings, config, weights.lm_head, ops)
-    engine = Engine(target, draft, pool, cache, tokenizer, config, settings, ops.row_scan, draft_logits)
+    engine = Engine(
+        target,
+        draft,
+        pool,
+        cache,
+        tokenizer,
+        config,
+        settings,
+        ops.row_scan,
+        draft_logits,
+        store if settings.num_checkpoints else None,
+    )
     pool.on_refill = engine.notify
     return engine
 

@@ -12,6 +12,9 @@ class EngineMetrics:
     num_steps: int = 0
     num_target_tokens: int = 0  # inputs that the target has run: prompt, golden tokens and drafts
     num_prompt_tokens: int = 0  # of finished prefills
+    num_cached_tokens: int = 0  # of prompts, that were not run, because a checkpoint had them
+    num_checkpoints: int = 0  # that the cache has taken
+    num_skipped_checkpoints: int = 0  # for want of a slot
     num_output_tokens: int = 0  # delivered
     num_draft_tokens: int = 0  # verified
     num_accepted_draft_tokens: int = 0  # accepted and delivered

@@ -117,6 +117,15 @@ _RANGES = (
 
 
 @dataclass(frozen=True)
+class ImageSpan:
+    """Where an image's tokens lie in the expanded prompt: ``token_ids[offset:offset + num_tokens]``."""
+
+    digest: str  # hex, of the image's content
+    offset: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Request:
     """sampling.n sequences to generate. ``uid`` is unique inside the engine; ``request_id`` is the client's and need
     not be."""
@@ -133,6 +142,8 @@ class Request:
     arrival: float = 0.0  # time.monotonic() seconds
     sample_index: int = 0  # which of sampling.n; the engine makes them
     wants_session: bool = False  # the last emission brings it, unless there is an error
+    images: tuple[ImageSpan, ...] = ()  # a prompt with placeholders outside of them reads and makes no checkpoint
+    lease: Any = None  # in whose name checkpoints are pinned, opaque to the engine; None: as without images
 
 
 @dataclass(frozen=True)
@@ -154,7 +165,7 @@ class Usage:
     num_output_tokens: int
     num_draft_tokens: int  # verified by the target
     num_accepted_draft_tokens: int  # of those, accepted and delivered
-    num_cached_tokens: int = 0
+    num_cached_tokens: int = 0  # of the input: a checkpoint had them when the request came
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,14 @@
 """One request on its way through the engine. A sequence stores little and derives the rest; it knows no model.
 
-Invariant: 0 <= num_computed_tokens < len(token_ids) <= max_total_tokens, and the blocks hold num_held_tokens tokens.
+Invariant: 0 <= num_computed_tokens < len(token_ids) <= max_total_tokens, and the blocks hold num_held_tokens tokens;
+only a sequence that starts from a checkpoint of its whole prompt has num_computed_tokens == len(token_ids).
     token_ids [0, num_prompt_tokens) prompt, [num_prompt_tokens, end) generated: all decided, none is ever taken back
     KV        [0, num_computed_tokens) valid, in the target; what lies behind is overwritten
     GDN       num_computed_tokens - num_pending inputs applied, num_pending accepted ones waiting in the slot
     draft KV  entries [1, num_drafted_tokens] valid; the hidden states of the inputs from there on, while drafting
               pauses, in undrafted, unless they have become too many
+    base      the pinned checkpoint that lists all cached blocks among block_ids; it starts again from there when it has
+              lost its memory
     drafts    proposals for the positions after token_ids; the last decided token ("golden") has not been run yet
 """
 
@@ -20,10 +23,12 @@ import torch
 from torch import Tensor
 
 from qwen35.engine.detokenizer import TextStream
+from qwen35.engine.prefix import Checkpoint
 from qwen35.engine.processors import Processors
 from qwen35.engine.request import Emission, Request, TokenLogprob, Usage
 from qwen35.engine.sampler import Row
 from qwen35.errors import Qwen35Error
+from qwen35.state.prefix import PrefixHasher
 
 if TYPE_CHECKING:
     from qwen35.engine.snapshot import Snapshot
@@ -36,6 +41,11 @@ class Decision:
     token_ids: tuple[int, ...] = ()  # accepted drafts, then the bonus token
     logprobs: tuple[tuple[TokenLogprob, ...], ...] = ()  # one entry for each token, when asked for
     error: Qwen35Error | None = None
+
+
+def can_draft(max_draft_tokens: int, num_prompt_tokens: int, max_total_tokens: int) -> bool:
+    """Whether a draft can ever be verified: with less than three tokens to generate or k = 0 it cannot."""
+    return min(max_draft_tokens, max_total_tokens - num_prompt_tokens - 2) > 0
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,8 @@ class Progress:
 
 
 class Sequence:
-    """Owned by the engine's thread. ``block_ids``, ``num_held_tokens`` and ``slot`` are written by ``Memory`` alone."""
+    """Owned by the engine's thread. ``block_ids``, ``num_held_tokens`` and ``slot`` are written by ``Memory`` alone,
+    what belongs to checkpoints by ``Checkpoints``."""
 
     def __init__(
         self,
@@ -84,6 +95,15 @@ class Sequence:
         self.num_held_tokens = 0  # that the blocks have room for
         self.slot: int | None = None  # None: waiting
         self.brought: Snapshot | None = None  # of a session, until it is restored
+        self.base: Checkpoint | None = None
+        self.boundary: Tensor | None = None  # [1, H] hidden state of the last token of the base that it started from
+        self.hasher: PrefixHasher | None = None  # None: it neither reads nor makes checkpoints
+        self.landmarks: tuple[int, ...] = ()  # of the prompt: where checkpoints are wanted
+        self.due: tuple[int, ...] = ()  # places of checkpoints in the step that was committed last
+        self.num_starts = 0
+        self.num_cached_tokens = 0  # of the prompt: they were there when the request came
+        self.followers: list[Sequence] = []  # other samples, which wait for a checkpoint of the whole prompt
+        self.is_held_back = False  # such another sample
         self.order: int | None = None  # of coming to the scheduler; breaks ties of rank
         self.last_step = -1  # of the scheduler, in which this sequence was run
         self.finish_reason: str | None = None
@@ -124,8 +144,17 @@ class Sequence:
 
     @property
     def uses_draft(self) -> bool:
-        """Whether a draft can ever be verified: with less than three tokens to generate or k = 0 it cannot."""
-        return min(self.max_draft_tokens, self.max_total_tokens - self.num_prompt_tokens - 2) > 0
+        return can_draft(self.max_draft_tokens, self.num_prompt_tokens, self.max_total_tokens)
+
+    @property
+    def keeps_draft(self) -> bool:
+        """Whether the draft's entries are complete, or will be with the next first pass."""
+        return self.uses_draft and not self.is_draft_lost
+
+    @property
+    def lacks_draft_entries(self) -> bool:
+        """Of the checkpoints that are due."""
+        return len(self.due) > 0 and self.num_drafted_tokens < self.due[-1] - 1
 
     @property
     def num_wanted_drafts(self) -> int:
@@ -184,6 +213,20 @@ class Sequence:
         self.num_computed_tokens = self.num_pending = self.num_drafted_tokens = 0
         self.drafts, self.undrafted, self.is_draft_lost = (), [], False
 
+    def resume(self, num_tokens: int, boundary: Tensor, has_draft: bool) -> None:
+        """Blocks and slot hold the first ``num_tokens`` tokens; ``boundary``: [1, H], the last one's hidden state."""
+        self.num_computed_tokens, self.boundary = num_tokens, boundary
+        if has_draft and self.uses_draft:
+            self.num_drafted_tokens, self.undrafted = num_tokens - 1, [boundary]
+        else:
+            self.is_draft_lost = self.uses_draft
+
+    def extended_hasher(self) -> PrefixHasher:
+        """Names of all prefixes so far; only for a sequence with a hasher."""
+        assert self.hasher is not None
+        self.hasher.extend(self.token_ids[self.hasher.num_tokens :])
+        return self.hasher
+
     def rotary_positions(self, start: int, end: int) -> Tensor:
         """[3, end - start] int64 for the tokens [start, end): the prompt's own, then one more on all axes each
         token."""
@@ -203,8 +246,8 @@ class Sequence:
         self, decision: Decision, *, start: int, num_inputs: int, drafts: tuple[int, ...], is_deferred: bool
     ) -> None:
         """A step ran ``num_inputs`` tokens from KV position ``start``, ``drafts`` the last of them. KV length, GDN
-        state and conv window advance together: by everything, or for a deferred verify by as many inputs as tokens
-        were taken: all that were decided, up to where the text ends or the next step has to end it by an error."""
+        state and conv window advance together: by the sequence's own tokens and the accepted drafts, up to where the
+        text ends or the next step has to end it by an error."""
         self.drafts = ()
         self.error = decision.error
         num_before = len(self.token_ids)
@@ -212,7 +255,7 @@ class Sequence:
             self._append(token_id, decision.logprobs[index] if decision.logprobs else ())
             if self.is_finished or self._is_stuck:
                 break
-        num_accepted_inputs = len(self.token_ids) - num_before if is_deferred else num_inputs
+        num_accepted_inputs = num_inputs - len(drafts) + max(0, len(self.token_ids) - num_before - 1)
         self.num_computed_tokens = start + num_accepted_inputs
         self.num_pending = num_accepted_inputs if is_deferred else 0
         self._num_draft_tokens += len(drafts)
@@ -252,6 +295,7 @@ class Sequence:
             num_output_tokens=self.num_generated_tokens,
             num_draft_tokens=self._num_draft_tokens,
             num_accepted_draft_tokens=self._num_accepted_draft_tokens,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
     def take_emission(self) -> Emission | None:

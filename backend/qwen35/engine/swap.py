@@ -31,6 +31,10 @@ class Swap:
         self.num_saved_tokens += sequence.num_computed_tokens
         return True
 
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether ``restore`` has something to copy."""
+        return sequence in self._snapshots or sequence.brought is not None
+
     def restore(self, sequence: Sequence) -> None:
         """Into the memory that the sequence has got; without a copy it stays as it is, at its first token."""
         snapshot = self.drop(sequence)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from qwen35.engine.accept import accept
-from qwen35.engine.batch import Piece, Target, batch_view, embed, logit_rows, pending_view
+from qwen35.engine.batch import Piece, Target, batch_view, embed, logit_inputs, pending_view
 from qwen35.engine.draft_length import Costs
 from qwen35.engine.logprobs import token_logprobs
 from qwen35.engine.sampler import choose
@@ -42,8 +42,11 @@ class TargetRunner:
     def run(self, pieces: SequenceOf[Piece]) -> Tensor:
         """Hidden states after the final norm of all inputs, [T, H]."""
         self._started = self._costs.clock()
-        embeds = embed(pieces, self._target, self._device)
-        return self._target.forward(embeds, batch_view(pieces, self._device), self._cache)
+        running = [piece for piece in pieces if piece.num_inputs > 0]
+        if not running:
+            return self._cache.boundary_hidden[:0]
+        embeds = embed(running, self._target, self._device)
+        return self._target.forward(embeds, batch_view(running, self._device), self._cache)
 
     def decide(self, pieces: SequenceOf[Piece], hidden: Tensor) -> list[Decision]:
         """One decision a piece: the accepted drafts and the bonus token, the first token after a prompt, or nothing."""
@@ -51,7 +54,7 @@ class TargetRunner:
         rows = [piece.sequence.row(piece.drafts[:i]) for piece in pieces for i in range(piece.num_rows)]
         if not rows:
             return [Decision() for _ in pieces]
-        logits = self._target.logits(hidden[logit_rows(pieces).to(self._device)])
+        logits = self._target.logits(logit_inputs(pieces, hidden))
         choices = choose(logits, rows, self._scan)
         decisions: list[Decision] = []
         first = 0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 
-from qwen35.engine.request import SamplingParams
+from qwen35.engine.request import ImageSpan, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -20,15 +20,6 @@ class Returns:
     num_output_tokens: bool = False
     perf_metrics: bool = False
     log_probs: bool = False  # TensorRT-LLM's cum_log_probs and output_log_probs
-
-
-@dataclass(frozen=True)
-class ImageSpan:
-    """Where an image's tokens lie in the expanded prompt: ``token_ids[offset:offset + num_tokens]``."""
-
-    digest: str  # hex, of the image's content
-    offset: int
-    num_tokens: int
 
 
 @dataclass(frozen=True)
