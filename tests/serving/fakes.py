@@ -62,7 +62,17 @@ class FakeEngine:
         self.resumed.append((session, request.uid))
         self.submit(request, None)
 
-    def submit(self, request, session):
+    def query(self, request):
+        return None
+
+    def notify(self):
+        pass
+
+    def is_live(self, uid):
+        with self._changed:
+            return uid in self._live
+
+    def submit(self, request, session, hit=None):
         if self.refusal:
             raise self.refusal
         with self._changed:

@@ -40,7 +40,7 @@ def test_counters_follow_what_was_delivered():
     FakeFamily.metrics, server = {}, ServerProcess()
     observer = ServingMetrics(SimpleNamespace(MetricFamily=FakeFamily), {"model": "llm"}, server)
     ticket = make_ticket(1)
-    for usage, finish in ((Usage(9, 1, 0, 0), None), (Usage(9, 4, 3, 2), None), (Usage(9, 5, 6, 2), "stop")):
+    for usage, finish in ((Usage(9, 1, 0, 0, 6), None), (Usage(9, 4, 3, 2, 6), None), (Usage(9, 5, 6, 2), "stop")):
         observer.sent(ticket, Emission(1, usage, finish_reason=finish))
         ticket.usage, ticket.last_sent = usage, 0.0
     observer.sent(make_ticket(2), Emission(2, Usage(9, 0, 0, 0), error=InternalError("x")))
@@ -48,6 +48,7 @@ def test_counters_follow_what_was_delivered():
     observer.watched(EngineMetrics())
     values = {name: metric.value for name, metric in FakeFamily.metrics.items()}
     assert values["input_tokens_total"] == 9
+    assert values["cached_tokens_total"] == 6
     assert values["output_tokens_total"] == 5
     assert (values["draft_tokens_total"], values["accepted_draft_tokens_total"]) == (6, 2)
     assert (values["requests_total"], values["failed_requests_total"]) == (1, 1)

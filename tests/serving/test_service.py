@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from qwen35.errors import InvalidArgument, StateError, Unavailable
+from qwen35.errors import Cancelled, InternalError, InvalidArgument, StateError, Unavailable
 from qwen35.serving import service as service_module
-from qwen35.serving.service import MAX_FAILED_STEPS, Service
+from qwen35.serving.service import MAX_FAILED_STEPS, WATCH_SECONDS, Service
 from tests.serving.fakes import (
     EndlessEngine,
     FakeEngine,
@@ -309,3 +309,18 @@ def test_sessions_reach_the_engine_as_prefix_or_to_go_on():
             service.submit(ticket)
         finished(service, prefix, going_on)
     assert (engine.restored, engine.resumed) == ([("first", 1)], [("second", 2)])
+
+
+def test_a_lease_is_closed_when_the_engine_has_let_go_of_it():
+    """An error of one sample ends a request before its other samples."""
+    engine = EndlessEngine()
+    with running(engine) as service:
+        ticket, leasing = make_ticket(1), service.leases
+        service.submit(ticket)
+        wait_for(lambda: engine.submitted == [1])
+        service._end(ticket, InternalError("one of the samples"))
+        assert ticket.reply.done.wait(5)
+        time.sleep(3 * WATCH_SECONDS)
+        assert leasing.closed == [] and engine.is_live(1)
+        engine.abort(1, Cancelled())
+        wait_for(lambda: leasing.closed == [ticket.lease])

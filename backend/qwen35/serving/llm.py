@@ -26,6 +26,7 @@ from qwen35.serving.shared_state import SharedState, contents_of
 from qwen35.serving.tensors import TritonReply, log_fault, text_input, text_tensor, torch_input
 from qwen35.serving.ticket import Ticket, monotonic_of
 from qwen35.state.leases import Lease
+from qwen35.state.prefix import PrefixReader
 
 STATE_MANAGER = "state_manager"
 STOP_SECONDS = 2.0  # for each kind of thread at finalize
@@ -50,11 +51,12 @@ class TritonPythonModel:
             if not self._state.holder.wait_for_predecessors(settings.request_timeout_seconds):
                 raise StateError("llm: expected the unloaded instance to end, got it alive with its weights in memory")
             cache = self._state.arena.cache_view(str(select_device(settings.device)))
-            self._engine = load_engine(settings, config, self._state.pool, cache)
+            reader = PrefixReader(self._state.arena.tables)
+            self._keeper = LeaseKeeper(self._state.manager, self._state.holder, reader, self._on_fault)
+            self._engine = load_engine(settings, config, self._state.pool, cache, self._keeper)
         except BaseException:
             self._state.close()
             raise
-        self._keeper = LeaseKeeper(self._state.manager, self._state.holder, self._on_fault)
         self._service = Service(
             self._engine,
             self._keeper,
@@ -102,7 +104,7 @@ class TritonPythonModel:
                 return
             self._is_started = True
             self._state.pool.start(self._settings.heartbeat_seconds, lambda error: self._on_fault("block pool", error))
-            self._keeper.run(self._service.start, self._service.fail)
+            self._keeper.run(self._engine, self._service.start, self._service.fail)
             self._service.run()
 
     def _submit(self, request: Any, reply: TritonReply) -> None:
@@ -130,6 +132,8 @@ class TritonPythonModel:
             priority=resolved.priority,
             arrival=monotonic_of(resolved.arrival_unix_ns),
             wants_session=bool(resolved.save_session),
+            images=resolved.images,
+            lease=lease,
         )
         return Ticket(resolved, engine_request, lease, self._builder(request, resolved), reply, session)
 
@@ -150,7 +154,7 @@ class TritonPythonModel:
             max_new_tokens=resolved.sampling.max_tokens,
             wants_session=bool(resolved.save_session),
         )
-        going_on = replace(going_on, request_id=resolved.request_id, priority=resolved.priority)
+        going_on = replace(going_on, request_id=resolved.request_id, priority=resolved.priority, lease=lease)
         resolved = replace(resolved, wants_logprobs=going_on.sampling.logprobs is not None)
         ticket = Ticket(resolved, going_on, lease, self._builder(request, resolved), reply, session)
         ticket.usage = session.usage  # what earlier responses have told

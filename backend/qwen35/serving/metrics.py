@@ -21,6 +21,7 @@ from qwen35.serving.ticket import Ticket
 PERIOD_SECONDS = 1.0
 _COUNTERS = {
     "input_tokens_total": "Prompt tokens of requests that got a response",
+    "cached_tokens_total": "Of those, tokens whose computation an earlier request had left in the prefix cache",
     "output_tokens_total": "Tokens delivered",
     "draft_tokens_total": "Draft tokens that the target has verified",
     "accepted_draft_tokens_total": "Draft tokens accepted and delivered",
@@ -31,6 +32,8 @@ _ENGINE_TOTALS = {  # the engine's name, ours
     "num_preemptions": ("preemptions_total", "Running requests that gave up their memory for another"),
     "num_swapped_out_tokens": ("swapped_out_tokens_total", "Tokens whose state preemption copied to the host"),
     "num_swapped_in_tokens": ("swapped_in_tokens_total", "Tokens whose state came back from there"),
+    "num_checkpoints": ("checkpoints_total", "States of sequences that the prefix cache has taken"),
+    "num_skipped_checkpoints": ("skipped_checkpoints_total", "States that it was not offered for want of a free slot"),
     "num_lost_drafts": ("lost_drafts_total", "Requests whose drafting paused for too long to resume"),
 }
 _GAUGES = {
@@ -85,6 +88,7 @@ class ServingMetrics:
         samples = []
         if ticket.last_sent is None and num_new_tokens > 0:
             counts["input_tokens_total"] = usage.num_input_tokens
+            counts["cached_tokens_total"] = usage.num_cached_tokens
             seconds = (time.time_ns() - ticket.resolved.arrival_unix_ns) / 1e9
             samples.append(("time_to_first_token_seconds", seconds))
         elif ticket.last_sent is not None and num_new_tokens > 0:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol
@@ -27,6 +28,7 @@ from qwen35.errors import Cancelled, DeadlineExceeded, InternalError, InvalidArg
 from qwen35.serving.responses import Response
 from qwen35.serving.ticket import Stage, Ticket
 from qwen35.state.leases import Lease
+from qwen35.state.prefix import Hit
 
 IDLE_SECONDS = 0.02  # of the engine's thread; a request wakes it earlier, memory that came back does not
 WATCH_SECONDS = 0.02
@@ -43,11 +45,15 @@ class Engine(Protocol):
     @property
     def metrics(self) -> EngineMetrics: ...
 
-    def submit(self, request: Request, session: Session | None) -> None: ...
+    def submit(self, request: Request, session: Session | None, hit: Hit | None) -> None: ...
 
     def resume(self, session: Session, request: Request) -> None: ...
 
     def abort(self, uid: int, error: Qwen35Error) -> None: ...
+
+    def is_live(self, uid: int) -> bool:
+        """Whether anything may still be read or written in the name of the request's lease."""
+        ...
 
     def wait(self, timeout_seconds: float) -> None: ...
 
@@ -103,6 +109,7 @@ class Service:
         self._broken: Qwen35Error | None = None
         self._emissions: queue.SimpleQueue[Emission | None] = queue.SimpleQueue()
         self._unsaved: queue.SimpleQueue[Emission | None] = queue.SimpleQueue()
+        self._lingering: deque[Ticket] = deque()  # ended, but the engine has not let go of them
         self._stopping = threading.Event()
         bodies = {
             "engine": self._run_engine,
@@ -140,8 +147,8 @@ class Service:
             self._tickets[ticket.uid] = ticket
         self._leasing.claim_soon(ticket)
 
-    def start(self, ticket: Ticket) -> None:
-        """The lease is ours: into the engine, unless the ticket has ended meanwhile."""
+    def start(self, ticket: Ticket, hit: Hit | None = None) -> None:
+        """The lease is ours, and ``hit`` pinned: into the engine, unless the ticket has ended meanwhile."""
         with self._lock:
             if ticket.stage is not Stage.WAITING:
                 return
@@ -150,7 +157,7 @@ class Service:
             if ticket.resolved.is_continued and ticket.session is not None:
                 self._engine.resume(ticket.session, ticket.request)
             else:
-                self._engine.submit(ticket.request, ticket.session)
+                self._engine.submit(ticket.request, ticket.session, hit)
         except Qwen35Error as error:
             self._end(ticket, error)
         except Exception as error:
@@ -255,6 +262,14 @@ class Service:
             self._on_fault("sender", error)
             self.fail(ticket, Cancelled("response: expected to be delivered, got no way to the client"))
         if is_end:
+            self._close(ticket)
+
+    def _close(self, ticket: Ticket) -> None:
+        """The lease goes when the engine has let go of all that it pins: with the last emission, but for a request that
+        ended by an error of one sample, or without the engine."""
+        if self._engine.is_live(ticket.uid):
+            self._lingering.append(ticket)
+        else:
             self._leasing.close_soon(ticket.lease)
 
     def _response(self, ticket: Ticket, emission: Emission, is_end: bool) -> Response | None:
@@ -303,6 +318,8 @@ class Service:
                 self.fail(ticket, Cancelled())
             for ticket in live:
                 self._watch_times(ticket, now)
+            for _ in range(len(self._lingering)):
+                self._close(self._lingering.popleft())
 
     def _watch_times(self, ticket: Ticket, now: float) -> None:
         """The engine watches deadlines too; here they hold for what it has not got yet, or does not come back from."""
