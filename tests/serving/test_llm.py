@@ -84,7 +84,8 @@ def llm(monkeypatch, tmp_path):
     model.finalize()
     manager.reap()
     stats = manager.stats()
-    assert (stats.blocks.free, stats.slots.free, stats.num_dead_holders) == (stats.blocks.total, stats.slots.total, 0)
+    manager.check_integrity()
+    assert (stats.blocks.held, stats.slots.held, stats.prefix.num_pins, stats.num_dead_holders) == (0, 0, 0, 0)
     assert arena.close(), "the model must have let go of the arena"
 
 
