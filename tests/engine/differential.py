@@ -25,7 +25,6 @@ import torch
 from qwen35.config import ModelConfig
 from qwen35.devices import select_dtype
 from qwen35.engine.engine import Engine
-from qwen35.engine.local_store import LocalStore
 from qwen35.engine.request import Emission, ImageSpan, Request, SamplingParams, StructuredOutputs
 from qwen35.errors import Cancelled
 from qwen35.kernels.reference import ReferenceOps
@@ -38,7 +37,7 @@ from qwen35.state.leases import Lease
 from qwen35.state.local import LocalState
 from qwen35.weights.loader import load_language
 from tests.drafters import OracleDrafter, ScriptedLengths
-from tests.engine.fakes import check_whole
+from tests.engine.fakes import LateStore, check_whole
 from tests.tiny_checkpoint import HIDDEN, TOKEN_ID, make_tiny_checkpoint
 
 KINDS = {
@@ -154,14 +153,20 @@ def request_of(kind: str, index: int, is_second_turn: bool) -> Request:
 
 
 def make_engine(
-    kind: str, num_blocks: int, *, num_draft_tokens: int, num_checkpoints: int = 0, **settings: object
+    kind: str,
+    num_blocks: int,
+    *,
+    num_draft_tokens: int,
+    num_checkpoints: int = 0,
+    num_late_steps: int = 0,
+    **settings: object,
 ) -> tuple[Engine, LocalState]:
     made = model(KINDS[kind]["dtype"])
     options = {"max_context_tokens": MAX_CONTEXT_TOKENS, "num_checkpoints": num_checkpoints, **KINDS[kind], **settings}
     resolved = Settings(num_draft_tokens=num_draft_tokens, **options)
     state = LocalState(dataclasses.replace(Geometry.derive(made.config, resolved), num_blocks=num_blocks))
     draft = made.draft if num_draft_tokens else None
-    store = LocalStore(state.manager, state.reader, state.holder) if num_checkpoints else None
+    store = LateStore(state, num_late_steps) if num_checkpoints else None
     engine = Engine(made.target, draft, state.pool, state.cache, made.tokenizer, made.config, resolved, store=store)
     return engine, state
 
@@ -218,6 +223,7 @@ class Schedule:
     wrong: float | None  # how often an oracle's draft is wrong; None: the draft head's own
     is_fickle: bool  # the draft length changes at every step, pauses included
     interval_tokens: int  # between checkpoints
+    num_late_steps: int  # until the prefix cache does what it is told
     settings: dict[str, int]
 
 
@@ -241,6 +247,7 @@ def schedule(seed: int) -> Schedule:
         wrong=draw.choice((None, 0.0, 0.3, 0.6)) if num_draft_tokens else None,
         is_fickle=draw.random() < 0.5,
         interval_tokens=draw.choice((3, 5, 9, 1000)),
+        num_late_steps=draw.choice((0, 0, 1, 4)),
         settings={
             "block_tokens": block_tokens,
             "num_slots": draw.randint(1, 4),
@@ -281,8 +288,14 @@ class HeadAndOracle(OracleDrafter):
 
 def play(made: Schedule) -> Engine:
     """Runs a schedule. Raises AssertionError where a request differs from its solo run or the pool is not whole."""
-    engine, state = make_engine(made.kind, made.num_blocks, num_draft_tokens=made.num_draft_tokens, **made.settings)
-    store = LocalStore(state.manager, state.reader, state.holder) if engine._store is None else engine._store
+    engine, state = make_engine(
+        made.kind,
+        made.num_blocks,
+        num_draft_tokens=made.num_draft_tokens,
+        num_late_steps=made.num_late_steps,
+        **made.settings,
+    )
+    store = LateStore(state, 0) if engine._store is None else engine._store
     engine._checkpoints._landmarks._interval_tokens = made.interval_tokens
     _set_drafter(made, engine)
     news: dict[tuple[int, int], list[Emission]] = defaultdict(list)
@@ -298,6 +311,7 @@ def play(made: Schedule) -> Engine:
                 engine.abort(visit.uid)
         for emission in engine.step():
             news[emission.uid, emission.sample_index].append(emission)
+        store.tick()
         for uid in [uid for uid in leases if not engine.is_live(uid)]:
             store.close(leases.pop(uid))
         state.pool.check_integrity()
@@ -306,6 +320,7 @@ def play(made: Schedule) -> Engine:
     for visit in made.visits:
         for sample in range(visit.num_samples):
             _check(made, visit, sample, news[visit.uid, sample])
+    store.finish(engine)
     check_whole(state)
     state.close()
     return engine

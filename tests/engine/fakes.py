@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Literal, TypeVar
@@ -26,6 +27,7 @@ from qwen35.settings import Settings
 from qwen35.state.geometry import Geometry
 from qwen35.state.leases import Lease
 from qwen35.state.local import LocalState
+from qwen35.state.prefix import EntryRef, Publication
 from qwen35.views import BatchView, CacheView, GatedDeltaView
 
 # Byte-level pieces: letters, some with a space, two halves of "é", two parts of "€", a stray byte; then specials.
@@ -207,6 +209,7 @@ class Rig:
         num_slots: int = 4,
         num_checkpoints: int = 0,
         interval_tokens: int = 10_000,
+        num_late_steps: int = 0,
         max_batch_tokens: int = 64,
         max_context_tokens: int = 512,
         max_queued_requests: int = 64,
@@ -230,7 +233,7 @@ class Rig:
             max_queued_requests=max_queued_requests,
             **settings,
         )
-        self.store = LocalStore(self.state.manager, self.state.reader, self.state.holder)
+        self.store = LateStore(self.state, num_late_steps)
         self.leases: dict[int, Lease] = {}
         self.engine = Engine(
             self.target,
@@ -254,6 +257,7 @@ class Rig:
                 break
             self.step()
         assert not self.engine.has_work, f"unfinished after {max_steps} steps"
+        self.store.finish(self.engine)
         self.check_pool()
         return self.emissions
 
@@ -264,6 +268,7 @@ class Rig:
 
     def step(self) -> list[Emission]:
         emissions = self.engine.step()
+        self.store.tick()
         for uid in [uid for uid in self.leases if not self.engine.is_live(uid)]:
             self.store.close(self.leases.pop(uid))
         for emission in emissions:
@@ -286,6 +291,41 @@ class Rig:
         *others, last = self.emissions[uid]
         assert last.is_final and not any(emission.is_final for emission in others)
         return last
+
+
+class LateStore(LocalStore):
+    """Does everything ``num_late_steps`` steps after it was asked, in order, as a thread of its own would."""
+
+    def __init__(self, state: LocalState, num_late_steps: int) -> None:
+        super().__init__(state.manager, state.reader, state.holder)
+        self._num_late_steps = num_late_steps
+        self._queue: deque[tuple[int, Callable[[], None]]] = deque()
+        self._step = 0
+
+    def close(self, lease: Lease) -> None:
+        self._put(lambda: super(LateStore, self).close(lease))
+
+    def publish(self, lease: Lease, publication: Publication) -> None:
+        self._put(lambda: super(LateStore, self).publish(lease, publication))
+
+    def unpin(self, lease: Lease, entry: EntryRef) -> None:
+        self._put(lambda: super(LateStore, self).unpin(lease, entry))
+
+    def tick(self) -> None:
+        self._step += 1
+        while self._queue and self._queue[0][0] <= self._step:
+            self._queue.popleft()[1]()
+
+    def finish(self, engine: Engine) -> None:
+        """Everything that is under way, and what the engine makes of the answers."""
+        for _ in range(2 * self._num_late_steps + 2):
+            self.tick()
+            engine.step()
+
+    def _put(self, action: Callable[[], None]) -> None:
+        self._queue.append((self._step + self._num_late_steps, action))
+        if self._num_late_steps == 0:
+            self._queue.popleft()[1]()
 
 
 def check_whole(state: LocalState) -> None:
