@@ -24,6 +24,7 @@ import torch
 
 from qwen35.config import ModelConfig
 from qwen35.devices import select_dtype
+from qwen35.engine.detokenizer import Vocabulary
 from qwen35.engine.engine import Engine
 from qwen35.engine.request import Emission, ImageSpan, Request, SamplingParams, StructuredOutputs
 from qwen35.errors import Cancelled
@@ -105,8 +106,9 @@ def _stem(draw: random.Random, kind: str) -> list[int]:
     """The first tokens of some prompts."""
     text = [draw.randrange(256) for _ in range(draw.randint(8, 20))]
     if kind == "chat":
-        turns = ((b"system\n", text[:6]), (b"user\n", text[6:9]), (b"as\n", text[9:12]))
-        return [token_id for role, said in turns for token_id in (TURN_START, *role, *said)]
+        encode = Vocabulary(model("float64").tokenizer).encode
+        turns = (("system\n", text[:6]), ("user\n", text[6:9]), ("as\n", text[9:12]))
+        return [token_id for role, said in turns for token_id in (TURN_START, *encode(role), *said)]
     return text[:6] + [IMAGE] * 6 + text[6:] if kind == "image" else text
 
 

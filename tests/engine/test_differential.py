@@ -11,14 +11,18 @@ import torch
 from qwen35.engine import checkpoints, prefix
 from qwen35.engine.batch import Piece
 from qwen35.engine.checkpoints import Checkpoints
+from qwen35.engine.engine import Engine
+from qwen35.engine.request import Request
 from qwen35.engine.scheduler import Scheduler
 from qwen35.engine.sequence import Sequence
 from qwen35.engine.snapshot import Snapshot
 from qwen35.engine.target import TargetRunner
 from qwen35.kernels.reference import attention, gated_delta, plan
+from qwen35.state.local import LocalState
 from qwen35.state.prefix import PrefixHasher
 from tests.engine import differential
 from tests.engine.differential import play, schedule
+from tests.engine.fakes import LateStore
 
 NUM_LOOKED_AT = 24
 
@@ -214,3 +218,54 @@ def test_a_planted_fault_is_found(monkeypatch, own_solo_runs, fault):
     with pytest.raises(AssertionError, match="seed"):
         for seed in range(100):
             play(schedule(seed))
+
+
+CHAT = next(r for r in differential.catalogue() if len(r.token_ids) > 30 and r.token_ids[0] == differential.TURN_START)
+
+
+def proposals(kind: str) -> list[list[tuple]]:
+    """What the draft head proposes after each step: of a request, of the same again, of one that begins like it, and of
+    that without a prefix cache."""
+    cached = differential.make_engine(kind, 40, num_draft_tokens=3, num_checkpoints=6, block_tokens=4)
+    plain = differential.make_engine(kind, 40, num_draft_tokens=3, block_tokens=4)
+    sampling = dataclasses.replace(CHAT.sampling, max_tokens=12, ignore_eos=True)
+    first = dataclasses.replace(CHAT, sampling=sampling)
+    other = differential.make_request(0, (*CHAT.token_ids[:-2], 7, 8, 9), sampling, image=0)
+    found = [
+        proposed(*made, asked) for made, asked in ((cached, first), (cached, first), (cached, other), (plain, other))
+    ]
+    assert cached[0].metrics.num_cached_tokens > len(first.token_ids)
+    return found
+
+
+def proposed(engine: Engine, state: LocalState, asked: Request) -> list[tuple]:
+    store = LateStore(state, 0) if engine._store is None else engine._store
+    lease, hit = store.open(engine.query(asked))
+    engine.submit(dataclasses.replace(asked, lease=lease), hit=hit)
+    [sequence] = engine._live_sequences()
+    drafts = []
+    while engine.has_work:
+        engine.step()
+        drafts += [(sequence.num_generated_tokens, sequence.drafts)] if sequence.num_generated_tokens else []
+    store.close(lease)
+    return drafts
+
+
+@pytest.mark.parametrize("kind", differential.KINDS)
+def test_drafts_after_a_hit_are_those_without(kind):
+    first, again, other, plain = proposals(kind)
+    assert first == again and other == plain
+    assert len(first) > 2 and all(len(drafts) == 3 for _, drafts in first[:2])
+
+
+def test_a_unit_that_is_lost_at_the_boundary_is_found(monkeypatch):
+    """The draft's first entry behind a checkpoint needs the hidden state before it."""
+    resume = Sequence.resume
+
+    def faulty(self, num_tokens, boundary, has_draft):
+        resume(self, num_tokens, boundary, has_draft)
+        self.undrafted = [torch.zeros_like(hidden) for hidden in self.undrafted]
+
+    monkeypatch.setattr(Sequence, "resume", faulty)
+    first, again, other, plain = proposals("bfloat16")
+    assert first != again or other != plain
