@@ -29,12 +29,15 @@ demo: venv native
 serve: venv native
 	@$(RUN) -m build.serve $(SERVER_ARGS)
 
+# Random schedules of the engine against solo runs: more of them where all tests run.
+NUM_SCHEDULES = 100
+test: NUM_SCHEDULES = 500
 test: test-fast test-server
 
 # Two processes of one thread each beat one of two: the tests are too small for threads.
 test-fast test-server: export OMP_NUM_THREADS = 1
 test-fast: venv native
-	$(RUN) -m pytest -m "not server" -n 2 $(PYTEST_ARGS)
+	$(RUN) -m pytest -m "not server" -n 2 --schedules $(NUM_SCHEDULES) $(PYTEST_ARGS)
 
 test-server: venv native
 	$(RUN) -m pytest -m server $(PYTEST_ARGS)
