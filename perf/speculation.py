@@ -95,7 +95,8 @@ def _variants() -> list[tuple[str, int, str]]:
 
 
 def _load(checkpoint: Path, num_draft_tokens: int, draft_length: str) -> LLM:
-    return LLM(checkpoint, num_draft_tokens=num_draft_tokens, draft_length=draft_length, num_threads=1, num_slots=8)
+    options = {"num_threads": 1, "num_slots": 8, "num_checkpoints": 0}
+    return LLM(checkpoint, num_draft_tokens=num_draft_tokens, draft_length=draft_length, **options)
 
 
 def _decode(llm: LLM, task: Task) -> tuple[float, dict[str, float]]:

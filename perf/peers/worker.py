@@ -95,6 +95,7 @@ def load_qwen35(options: argparse.Namespace) -> Generate:
         num_draft_tokens=options.drafts,
         num_threads=options.threads,
         num_slots=MAX_STREAMS,
+        num_checkpoints=0,  # nobody here caches prefixes
         max_context_tokens=options.max_context,
     )
 
