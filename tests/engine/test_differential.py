@@ -216,7 +216,7 @@ def own_solo_runs():
 def test_a_planted_fault_is_found(monkeypatch, own_solo_runs, fault):
     fault(monkeypatch)
     with pytest.raises(AssertionError, match="seed"):
-        for seed in range(100):
+        for seed in range(200):
             play(schedule(seed))
 
 
