@@ -50,7 +50,7 @@ def proposals(lengths: list[int]) -> dict[tuple[int, int], tuple[int, ...]]:
                 found[piece.sequence.request.uid, len(piece.sequence.token_ids)] = piece.sequence.drafts
 
     engine._drafter.propose = recorded
-    for one in differential.catalogue()[:12]:
+    for one in differential.catalogue()[:16]:
         engine.submit(one)
     while engine.has_work:
         assert all(emission.error is None for emission in engine.step())
