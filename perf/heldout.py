@@ -137,7 +137,7 @@ def _ask(client: Client, item: Item) -> Answer:
         "return_perf_metrics": True,
         "sampling_parameters": json.dumps(sampling),
     }
-    request |= {"messages": json.dumps(_with_pictures(item.messages))} if item.messages else {"text_input": item.prompt}
+    request |= {"messages": json.dumps(with_pictures(item.messages))} if item.messages else {"text_input": item.prompt}
     texts: list[str] = []
     token_ids: list[int] = []
     last: Mapping[str, Any] = {}
@@ -147,7 +147,7 @@ def _ask(client: Client, item: Item) -> Answer:
     return Answer("".join(texts), tuple(token_ids), last["total_draft_tokens"], last["total_accepted_draft_tokens"])
 
 
-def _with_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def with_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as a client sends them: image specifications drawn and put in as PNG data URIs."""
 
     def part(content: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -29,14 +29,14 @@ from torch import Tensor
 
 BLOCK_WIDTH = 16  # values of K that share one block scale
 PANEL_ROWS = 16  # output features that a CPU kernel computes at once
-INT8_MAX = 127.0
+INT8_LEVELS, INT11_LEVELS = 127.0, 1019.0  # on either side of zero; two digits of 8 * [-127, 127] + [-4, 3]
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
 E4M3_MIN_POSITIVE = 2.0**-9  # smallest subnormal
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # Code 8 (negative zero) decodes to +0.0, as in ModelOpt, so that exact zeros have one bit pattern.
 E2M1_VALUES = _MAGNITUDES + (0.0,) + tuple(-magnitude for magnitude in _MAGNITUDES[1:])
-_INT8_MIN = 1e-30  # blocks below are taken as zero: 127 over their maximum might overflow
+_LEAST_AMAX = 1e-30  # blocks below are taken as zero: 127 and more over their maximum might overflow
 # Bounds between neighbouring magnitudes. At an even position a tie goes down, at an odd one up: both to the even code.
 _BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
@@ -276,15 +276,16 @@ def fake_quantize_activation_fp8(x: Tensor, input_scale: Tensor, dtype: torch.dt
     return (scaled.float() * input_scale).to(dtype or x.dtype)
 
 
-def fake_quantize_activation_int8(x: Tensor) -> Tensor:
-    """x [..., K] rounded to 255 levels in each block of 16 along K, symmetric: the scale is the block's absolute
-    maximum over 127, below 1e-30 the block is zero. A last block may be shorter."""
+def fake_quantize_activation_levels(x: Tensor, num_levels: float) -> Tensor:
+    """x [..., K] rounded to `num_levels` (INT8_LEVELS, INT11_LEVELS) on either side of zero in each block of 16 along
+    K: a level is the block's absolute maximum over their number; below 1e-30 the block is zero. A last block may be
+    shorter."""
     *_, width = x.shape
     blocks = torch.nn.functional.pad(x.float(), (0, -width % BLOCK_WIDTH)).unflatten(-1, (-1, BLOCK_WIDTH))
     amax = blocks.abs().amax(-1, keepdim=True)  # [..., K/16, 1]
-    inverse = torch.full_like(amax, INT8_MAX).div_(amax)  # one rounding: a number over a tensor would take two
-    levels = (blocks * inverse.masked_fill_(amax < _INT8_MIN, 0.0)).round_()
-    scale = (amax / INT8_MAX).masked_fill_(amax < _INT8_MIN, 0.0)
+    inverse = torch.full_like(amax, num_levels).div_(amax)  # one rounding: a number over a tensor would take two
+    levels = (blocks * inverse.masked_fill_(amax < _LEAST_AMAX, 0.0)).round_()
+    scale = (amax / num_levels).masked_fill_(amax < _LEAST_AMAX, 0.0)
     return (levels * scale).flatten(-2)[..., :width].to(x.dtype)
 
 

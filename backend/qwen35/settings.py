@@ -20,7 +20,7 @@ class Settings:
     dtype: str = "auto"  # activations: auto (the checkpoint's), bfloat16, float32, float64
     kernels: str = "auto"  # auto (native code when it is built and fits), cpu (native), reference (torch)
     num_threads: int = 1  # of each process that computes; matrix products have the same bits for one number only
-    activations: str = "auto"  # inputs of NVFP4 linears: dense (W4A16), int8 (W4A8), nvfp4 (W4A4, static input scale)
+    activations: str = "auto"  # inputs of NVFP4 linears: dense (W4A16), int8, int11 (a scale per 16), nvfp4 (W4A4)
     num_draft_tokens: int = 3  # 0: no draft is loaded
     draft_length: str = "fixed"  # fixed: num_draft_tokens; adaptive: up to it, what pays as measured, 0 included
     draft_experts: str = "stored"  # stored: as in the checkpoint; nvfp4: dense ones are rounded at load
@@ -107,7 +107,7 @@ _CHOICES = {
     "kernels": ("auto", "cpu", "reference"),
     "draft_length": ("fixed", "adaptive"),
     "draft_experts": ("stored", "nvfp4"),
-    "activations": ("auto", "dense", "int8", "nvfp4"),
+    "activations": ("auto", "dense", "int8", "int11", "nvfp4"),
     "kv_cache_dtype": ("auto", "bfloat16", "fp8", "float32", "float64"),
 }
 

@@ -8,16 +8,18 @@ from qwen35.kernels.cpu.recipe import instruction_sets
 from qwen35.kernels.cpu.weights import PanelLayout, lay_out
 from qwen35.kernels.reference import ReferenceOps
 from qwen35.nvfp4 import (
+    INT8_LEVELS,
+    INT11_LEVELS,
     FP8Tensor,
     NVFP4Panels,
     NVFP4Tensor,
     dequantize,
-    fake_quantize_activation_int8,
+    fake_quantize_activation_levels,
     quantize_weight,
 )
 
 BF16, FLOAT = torch.bfloat16, torch.float32
-ACTIVATIONS = ["dense", "int8", "nvfp4"]
+ACTIVATIONS = ["dense", "int8", "int11", "nvfp4"]
 COUNTS = [1, 2, 3, 5, 8, 9, 15, 16, 17, 31, 32, 41, 64, 65, 81, 129]
 
 
@@ -170,7 +172,7 @@ def test_weights_laid_out_before(instruction_set, activations):
     assert torch.equal(ops.linear(x.float(), panels), twin.linear(x.float(), weight))
 
 
-@pytest.mark.parametrize("activations", ["dense", "int8"])
+@pytest.mark.parametrize("activations", ["dense", "int8", "int11"])
 def test_what_is_not_finite_shows(instruction_set, activations):
     ops, weight, x = CpuOps(activations=activations), nvfp4(32, 64), torch.ones(40, 64, dtype=BF16)
     x[3, 20], x[39, 20] = float("nan"), float("inf")
@@ -181,7 +183,7 @@ def test_what_is_not_finite_shows(instruction_set, activations):
     assert not out[39].isfinite().any()
 
 
-@pytest.mark.parametrize("activations", ["dense", "int8"])
+@pytest.mark.parametrize("activations", ["dense", "int8", "int11"])
 def test_subnormal_activations_are_zeros(instruction_set, activations):
     if activations == "dense" and instruction_set == "portable":
         pytest.skip("portable code keeps subnormals")
@@ -199,9 +201,11 @@ def test_every_value_of_fp8(instruction_set):
     assert finite.sum() == 14 and not out.t()[~finite].isfinite().any()
 
 
-def test_int8_activations():
+def test_levels_of_activations():
     x = torch.tensor([[127.0, -3.4, 0.5, 1.5, *[0.0] * 12, 1e-31, *[0.0] * 15, 254.0, 3.0]])
-    assert fake_quantize_activation_int8(x).tolist() == [[127, -3, 0, 2, *[0] * 12, *[0] * 16, 254, 4]]
+    assert fake_quantize_activation_levels(x, INT8_LEVELS).tolist() == [[127, -3, 0, 2, *[0] * 12, *[0] * 16, 254, 4]]
+    x = torch.tensor([[1019.0, -3.4, 0.5, 1.5, *[0.0] * 12]])
+    assert fake_quantize_activation_levels(x, INT11_LEVELS).tolist() == [[1019, -3, 0, 2, *[0] * 12]]
 
 
 @pytest.mark.parametrize(
@@ -209,14 +213,15 @@ def test_int8_activations():
     [{}, {3: 100.0}, dict.fromkeys(range(0, 512, 128), 20.0)],
     ids=["none", "one channel x100", "0.8 % of channels x20"],
 )
-def test_error_of_int8_activations(native_library, outliers):
+@pytest.mark.parametrize(("activations", "bound"), [("int8", 0.02), ("int11", 0.0025)])
+def test_error_of_integer_activations(native_library, outliers, activations, bound):
     weight, x = nvfp4(256, 512), torch.randn(64, 512)
     for channel, factor in outliers.items():
         x[:, channel] *= factor
     x = x.to(BF16)
     exact = x.float() @ dequantize(weight).t()
-    error = (CpuOps(activations="int8").linear(x, weight, out_dtype=FLOAT) - exact).norm() / exact.norm()
-    assert 1e-4 < error < 0.02
+    error = (CpuOps(activations=activations).linear(x, weight, out_dtype=FLOAT) - exact).norm() / exact.norm()
+    assert bound / 100 < error < bound
 
 
 def test_identity(native_library):
@@ -227,4 +232,4 @@ def test_identity(native_library):
     assert native_library.qwen35_select(b"portable") is not None
     names.add(CpuOps().identity)
     native_library.qwen35_select(b"")
-    assert len(names) == 4 and "cpu-portable/dense" in names
+    assert len(names) == 5 and "cpu-portable/dense" in names

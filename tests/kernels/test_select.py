@@ -47,7 +47,8 @@ def test_activations_setting():
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 def test_activations_of_their_own_choice(native_library, kernels):
     default = {"reference": "dense", "cpu": DEFAULT_ACTIVATIONS}[kernels]
-    for activations, expected in (("auto", default), ("dense", "dense"), ("int8", "int8"), ("nvfp4", "nvfp4")):
+    choices = {"auto": default} | {name: name for name in ("dense", "int8", "int11", "nvfp4")}
+    for activations, expected in choices.items():
         ops = select_ops(Settings(kernels=kernels, activations=activations), "cpu")
         assert ops.identity.endswith(f"/{expected}")
 

@@ -1,9 +1,10 @@
 // Activation rows in the form in which a weight's product reads them. Letters: M rows, K input features, G rows a group.
 //
-//   integers   (NVFP4 with kInt8 or kFP4) [M / G][K / 16] blocks of: q int8 [G][16], scale float [G], and the correction
-//              for codes that are stored with 12 added, -12 * (sum of q), int32 [G]. kInt8: scale = amax / 127 of the 16
-//              values; kFP4: q = 2 * E2M1, scale = E4M3 * input scale / 2 as in qwen35/nvfp4.py: quantize_activation.
-//              G = M up to 8 rows, else 16.
+//   integers   (NVFP4 with kInt8, kInt11 or kFP4) [M / G][K / 16] blocks of: digits int8 [G][D][16], scale float [G],
+//              and the correction for codes that are stored with 12 added, -12 * (sum of q), int32 [G].
+//              kInt8: one digit q, scale = amax / 127 of the 16 values; kInt11: two digits, q = 8 * first + second,
+//              scale = amax / 1019; kFP4: q = 2 * E2M1, scale = E4M3 * input scale / 2 as in qwen35/nvfp4.py:
+//              quantize_activation. G = M up to 8 rows, else 16.
 //   floats     (NVFP4 with kBF16, few rows) float [M, K]
 //   rows       (NVFP4 with kBF16, many rows, for tiles; dense and FP8 without tiles) bf16 [M, K], zeros up to 32
 //   columns    (dense and FP8 with tiles) [M / G][K / 2][G rows][2]: pairs of K as the second operand of a tile product;
@@ -44,13 +45,16 @@ INLINE Form form_of(const Weight& w, int64_t count) {
 #endif
 }
 
-constexpr int64_t kIntegerBytes = 24;  // of 16 values of one row: q, scale, correction
+INLINE int64_t num_digits(const Weight& w) { return w.arithmetic == kInt11 ? 2 : 1; }
+
+// Of 16 values of one row: digits, scale, correction.
+constexpr int64_t integer_bytes(int64_t digits) { return 16 * digits + 8; }
 
 // Bytes from one row to the next, or a row's share of its group. Rows are an odd number of cache lines apart: a power of
 // two would put the rows of one tile into one set of the cache.
 INLINE int64_t row_bytes(const Weight& w, int64_t count) {
   switch (form_of(w, count)) {
-    case Form::kIntegers: return w.width / 16 * kIntegerBytes;
+    case Form::kIntegers: return w.width / 16 * integer_bytes(num_digits(w));
     case Form::kFloats: return padded(w.width) * 4 | 64;
     case Form::kRows: return padded(w.width) * 2 | 64;
     case Form::kColumns: break;
@@ -69,19 +73,30 @@ struct IntegerBlock {
   int8_t* q;
   float* scale;
   int32_t* correction;
-  IntegerBlock(uint8_t* to, int64_t width, int64_t count, int64_t m, int64_t block) {
-    const int64_t group = group_rows(Form::kIntegers, count);
-    uint8_t* at = to + (m / group * (width / 16) + block) * group * kIntegerBytes;
-    q = reinterpret_cast<int8_t*>(at) + m % group * 16;
-    scale = reinterpret_cast<float*>(at + group * 16) + m % group;
-    correction = reinterpret_cast<int32_t*>(at + group * 20) + m % group;
+  IntegerBlock(const Weight& w, uint8_t* to, int64_t count, int64_t m, int64_t block) {
+    const int64_t group = group_rows(Form::kIntegers, count), digits = num_digits(w);
+    uint8_t* at = to + (m / group * (w.width / 16) + block) * group * integer_bytes(digits);
+    q = reinterpret_cast<int8_t*>(at) + m % group * 16 * digits;
+    scale = reinterpret_cast<float*>(at + group * 16 * digits) + m % group;
+    correction = reinterpret_cast<int32_t*>(at + group * (16 * digits + 4)) + m % group;
   }
 };
 
-INLINE void put_int8(const IntegerBlock& to, F16 x) {
-  float amax = highest_magnitude(x), inverse = amax < 1e-30f ? 0.0f : 127.0f / amax;
-  *to.correction = -12 * store_int8(to.q, mul(x, set1(inverse)));
-  *to.scale = amax < 1e-30f ? 0.0f : amax / 127.0f;
+constexpr float kLeastAmax = 1e-30f;  // blocks below are zero: their inverse might overflow
+INLINE float most_level(int64_t digits) { return digits == 2 ? 1019.0f : 127.0f; }
+
+INLINE void put_integers(const IntegerBlock& to, int64_t digits, F16 x) {
+  const float amax = highest_magnitude(x), most = most_level(digits);
+  const F16 q = mul(x, set1(amax < kLeastAmax ? 0.0f : most / amax));
+  int32_t total;
+  if (digits == 1) {
+    total = store_int8(to.q, q);
+  } else {
+    const F16 whole = nearest(q), first = nearest(mul(whole, set1(0.125f)));
+    total = 8 * store_int8(to.q, first) + store_int8(to.q + 16, sub(whole, mul(first, set1(8.0f))));
+  }
+  *to.correction = -12 * total;
+  *to.scale = amax < kLeastAmax ? 0.0f : amax / most;
 }
 
 // x in [2^-9, 448] rounded to E4M3; ties to even.
@@ -153,9 +168,9 @@ INLINE void put(const Weight& w, int64_t expert, int64_t count, int64_t m, int64
   if (form == Form::kFloats) return store(reinterpret_cast<float*>(to + m * stride) + 16 * block, x);
   if (form == Form::kRows) return store_bf16(reinterpret_cast<bf16*>(to + m * stride) + 16 * block, x);
   if (form == Form::kIntegers) {
-    const IntegerBlock at(to, w.width, count, m, block);
-    if (w.arithmetic == kInt8) return put_int8(at, x);
-    return put_fp4(at, x, w.input_scale[expert * w.input_stride]);
+    const IntegerBlock at(w, to, count, m, block);
+    if (w.arithmetic == kFP4) return put_fp4(at, x, w.input_scale[expert * w.input_stride]);
+    return put_integers(at, num_digits(w), x);
   }
   const int64_t group = group_rows(form, count);
   uint32_t pairs[8];
@@ -174,31 +189,45 @@ static void put_zeros(const Weight& w, int64_t count, uint8_t* to) {
 }
 
 #if defined(__AVX512BF16__)
-// `put_int8` for the first blocks of a row, 16 at a time; returns how many.
-static int64_t put_int8_row(const bf16* row, int64_t width, int64_t count, int64_t m, uint8_t* to) {
-  const int64_t num_blocks = width / 16 / 16 * 16, distance = group_rows(Form::kIntegers, count) * kIntegerBytes;
-  for (int64_t first = 0; first < num_blocks; first += 16) {
-    const bf16* x = row + 16 * first;
+// 16 levels -> one byte each; returns their sum.
+INLINE int32_t store_digit(int8_t* to, __m512i levels) {
+  const __m128i bytes = _mm512_cvtepi32_epi8(levels);
+  const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(int8_t(0x80))), _mm_setzero_si128());
+  _mm_storeu_si128((__m128i*)to, bytes);
+  return _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
+}
+
+// `put_integers` for the first blocks of a row, 16 at a time; returns how many.
+template <int Digits>
+static int64_t put_integer_row(const Weight& w, const bf16* row, int64_t count, int64_t m, uint8_t* to) {
+  const int64_t num_blocks = w.width / 256 * 16, distance = group_rows(Form::kIntegers, count) * integer_bytes(Digits);
+  for (int64_t start = 0; start < num_blocks; start += 16) {
+    const bf16* x = row + 16 * start;
     uint32_t bits[16];
     for (int i = 0; i < 16; ++i) {  // the least of 0x7FFF - magnitude
       __m256i rest = _mm256_andnot_si256(_mm256_loadu_si256((const __m256i*)(x + 16 * i)), _mm256_set1_epi16(0x7FFF));
       __m128i least = _mm_minpos_epu16(_mm_min_epu16(_mm256_castsi256_si128(rest), _mm256_extracti128_si256(rest, 1)));
       bits[i] = uint32_t(0x7FFF - uint16_t(_mm_extract_epi16(least, 0))) << 16;
     }
-    const __m512 amax = _mm512_castsi512_ps(_mm512_loadu_si512(bits)), most = _mm512_set1_ps(127.0f);
-    const __mmask16 is_some = _mm512_cmp_ps_mask(amax, _mm512_set1_ps(1e-30f), _CMP_NLT_UQ);
+    const __m512 amax = _mm512_castsi512_ps(_mm512_loadu_si512(bits)), most = _mm512_set1_ps(most_level(Digits));
+    const __mmask16 is_some = _mm512_cmp_ps_mask(amax, _mm512_set1_ps(kLeastAmax), _CMP_NLT_UQ);
     float inverses[16], scales[16];
     _mm512_storeu_ps(inverses, _mm512_maskz_div_ps(is_some, most, amax));
     _mm512_storeu_ps(scales, _mm512_maskz_div_ps(is_some, amax, most));
-    const IntegerBlock at(to, width, count, m, first);
+    const IntegerBlock at(w, to, count, m, start);
     for (int i = 0; i < 16; ++i) {
       const __m512i q = _mm512_cvtps_epi32(mul(load_bf16(x + 16 * i), set1(inverses[i])).v);
-      const __m128i bytes = _mm512_cvtepi32_epi8(q);
-      const __m128i sums = _mm_sad_epu8(_mm_xor_si128(bytes, _mm_set1_epi8(int8_t(0x80))), _mm_setzero_si128());
-      const int32_t total = _mm_cvtsi128_si32(sums) + _mm_extract_epi16(sums, 4) - 16 * 128;
-      _mm_storeu_si128((__m128i*)(at.q + i * distance), bytes);
-      std::memcpy(reinterpret_cast<uint8_t*>(at.scale) + i * distance, &scales[i], 4);
+      int8_t* digits = at.q + i * distance;
+      int32_t total;
+      if constexpr (Digits == 1) {
+        total = store_digit(digits, q);
+      } else {
+        const __m512i first = _mm512_srai_epi32(_mm512_add_epi32(q, _mm512_set1_epi32(4)), 3);
+        const __m512i second = _mm512_sub_epi32(q, _mm512_slli_epi32(first, 3));
+        total = 8 * store_digit(digits, first) + store_digit(digits + 16, second);
+      }
       const int32_t correction = -12 * total;
+      std::memcpy(reinterpret_cast<uint8_t*>(at.scale) + i * distance, &scales[i], 4);
       std::memcpy(reinterpret_cast<uint8_t*>(at.correction) + i * distance, &correction, 4);
     }
   }
@@ -217,7 +246,8 @@ static void put_part(const Weight& w, int64_t expert, int64_t count, int64_t par
 #endif
   for (int64_t m = first; m < stop; ++m) {
 #if defined(__AVX512BF16__)
-    if (w.kind == kNVFP4 && w.arithmetic == kInt8) k = 16 * put_int8_row(row(m), w.width, count, m, to);
+    if (w.kind == kNVFP4 && w.arithmetic == kInt8) k = 16 * put_integer_row<1>(w, row(m), count, m, to);
+    if (w.kind == kNVFP4 && w.arithmetic == kInt11) k = 16 * put_integer_row<2>(w, row(m), count, m, to);
 #endif
     for (int64_t at = k; at < w.width; at += 16)
       put(w, expert, count, m, at / 16, load_bf16_at(row(m) + at, w.width - at), to);

@@ -11,7 +11,7 @@ using bf16 = uint16_t;  // bits of a bfloat16
 enum WeightKind : int64_t { kDense = 0, kNVFP4 = 1, kFP8 = 2 };
 
 // What the activations of an NVFP4 weight are rounded to before the product; dense and FP8 weights take bf16.
-enum Arithmetic : int64_t { kBF16 = 0, kInt8 = 1, kFP4 = 2 };
+enum Arithmetic : int64_t { kBF16 = 0, kInt8 = 1, kFP4 = 2, kInt11 = 3 };
 
 // A weight [E, N, K] (E = 1 for a plain matrix): dense and FP8 in the checkpoint's layout, NVFP4 in panels of 16 output
 // features (P = ceil(N / 16)), see qwen35/nvfp4.py: NVFP4Panels.

@@ -49,24 +49,28 @@ INLINE void expand_e4m3(const uint8_t* from, bf16* to, bf16* behind) {
 INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p, 0, 3); }
 constexpr int64_t kAhead = 2048;  // bytes of codes
 
-// out[m * 16 + n] of one panel for rows first:first + M of a group of G of form kIntegers.
-template <int M, int G>
+// out[m * 16 + n] of one panel for rows first:first + M of a group of G of form kIntegers with D digits.
+template <int D, int M, int G>
 static void integer_rows(const Panel& p, const uint8_t* rows, float* out, int64_t first = 0) {
   const uint8_t *codes = p.codes, *scales = p.scales;
   F16 acc[M];
   for (F16& one : acc) one = zero();
-  for (int64_t block = 0; block < p.width / 16; ++block, codes += 128, scales += 16, rows += G * kIntegerBytes) {
+  for (int64_t block = 0; block < p.width / 16; ++block, codes += 128, scales += 16, rows += G * integer_bytes(D)) {
     prefetch(codes + kAhead), prefetch(codes + kAhead + 64);
     if (block % 4 == 0) prefetch(scales + kAhead / 8);
-    const auto* q = reinterpret_cast<const int8_t*>(rows) + 16 * first;
-    const auto* row_scales = reinterpret_cast<const float*>(rows + 16 * G) + first;
-    const auto* corrections = reinterpret_cast<const int32_t*>(rows + 20 * G) + first;
+    const auto* digits = reinterpret_cast<const int8_t*>(rows) + 16 * D * first;
+    const auto* row_scales = reinterpret_cast<const float*>(rows + 16 * D * G) + first;
+    const auto* corrections = reinterpret_cast<const int32_t*>(rows + (16 * D + 4) * G) + first;
     const F16 weight_scale = load_e4m3(scales);
     const U64 w[4] = {low_codes(codes), high_codes(codes), low_codes(codes + 64), high_codes(codes + 64)};
+    const U64 w8[4] = {eightfold(w[0]), eightfold(w[1]), eightfold(w[2]), eightfold(w[3])};
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
       I16 total = splat(corrections[m]);
-      for (int i = 0; i < 4; ++i) total = dot4(total, w[i], q + 16 * m + 4 * i);
+      const int8_t* q = digits + 16 * D * m;
+      if (D == 2)
+        for (int i = 0; i < 4; ++i) total = dot4_times8(total, w8[i], q + 4 * i);
+      for (int i = 0; i < 4; ++i) total = dot4(total, w[i], q + 16 * (D - 1) + 4 * i);
       acc[m] = fused(to_float(total), mul(weight_scale, set1(row_scales[m])), acc[m]);
     }
   }
@@ -109,24 +113,26 @@ static void float_rows(const uint8_t* codes, const uint8_t* scales, int64_t widt
 }
 
 // A group of up to 8 rows.
+template <int D>
 static void integer_group(const Panel& p, const uint8_t* rows, int64_t count, float* out) {
   switch (count) {
-    case 1: return integer_rows<1, 1>(p, rows, out);
-    case 2: return integer_rows<2, 2>(p, rows, out);
-    case 3: return integer_rows<3, 3>(p, rows, out);
-    case 4: return integer_rows<4, 4>(p, rows, out);
-    case 5: return integer_rows<5, 5>(p, rows, out);
-    case 6: return integer_rows<6, 6>(p, rows, out);
-    case 7: return integer_rows<7, 7>(p, rows, out);
-    default: return integer_rows<8, 8>(p, rows, out);
+    case 1: return integer_rows<D, 1, 1>(p, rows, out);
+    case 2: return integer_rows<D, 2, 2>(p, rows, out);
+    case 3: return integer_rows<D, 3, 3>(p, rows, out);
+    case 4: return integer_rows<D, 4, 4>(p, rows, out);
+    case 5: return integer_rows<D, 5, 5>(p, rows, out);
+    case 6: return integer_rows<D, 6, 6>(p, rows, out);
+    case 7: return integer_rows<D, 7, 7>(p, rows, out);
+    default: return integer_rows<D, 8, 8>(p, rows, out);
   }
 }
 
 // The first `count` rows of a group of 16, and perhaps more.
+template <int D>
 static void integer_rows_of_16(const Panel& p, const uint8_t* rows, int64_t count, float* out) {
-  count > 4 ? integer_rows<8, 16>(p, rows, out) : integer_rows<4, 16>(p, rows, out);
-  if (count > 12) integer_rows<8, 16>(p, rows, out + 128, 8);
-  else if (count > 8) integer_rows<4, 16>(p, rows, out + 128, 8);
+  count > 4 ? integer_rows<D, 8, 16>(p, rows, out) : integer_rows<D, 4, 16>(p, rows, out);
+  if (count > 12) integer_rows<D, 8, 16>(p, rows, out + 128, 8);
+  else if (count > 8) integer_rows<D, 4, 16>(p, rows, out + 128, 8);
 }
 
 // Up to 4 rows.

@@ -70,9 +70,10 @@ constexpr int64_t kRowsAtOnce = 64;
 
 INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
+template <int D>
 static void few_integer_products(const Job& job) {
   for (int64_t panel = job.first; panel < job.stop; ++panel)
-    integer_group(panel_of(job.w, job.expert, panel), job.rows, job.count, job.sums(panel, 0));
+    integer_group<D>(panel_of(job.w, job.expert, panel), job.rows, job.count, job.sums(panel, 0));
 }
 
 static void float_products(const Job& job) {
@@ -85,23 +86,25 @@ static void float_products(const Job& job) {
 }
 
 #if defined(__AMX_TILE__)
-constexpr int64_t kTileRows = 32;  // integers: from here on a panel expanded once for all rows pays
+// Integers: from here on a panel expanded once for all rows pays.
+constexpr int64_t tile_rows(int digits) { return digits == 2 ? 16 : 32; }
 
+template <int D>
 static void many_integer_products(const Job& job) {
-  const int64_t width = job.w.width, num_bytes = ExpandedIntegers::num_bytes(width);
+  const int64_t width = job.w.width, num_bytes = ExpandedIntegers<D>::num_bytes(width);
   const int64_t group_bytes = 16 * row_bytes(job.w, job.count);
-  const bool by_tiles = job.count >= kTileRows;
+  const bool by_tiles = job.count >= tile_rows(D);
   auto* expanded = static_cast<uint8_t*>(scratch(0, by_tiles ? (job.stop - job.first) * num_bytes : 0));
-  IntegerScope scope;
+  IntegerScope scope(D);
   for (int64_t start = 0; start < job.count; start += kRowsAtOnce)
     for (int64_t panel = job.first; panel < job.stop; ++panel) {
       const Panel p = panel_of(job.w, job.expert, panel);
-      if (by_tiles && start == 0) ExpandedIntegers::fill(p, expanded + (panel - job.first) * num_bytes);
-      const ExpandedIntegers weight(width, expanded + (panel - job.first) * num_bytes);
+      if (by_tiles && start == 0) ExpandedIntegers<D>::fill(p, expanded + (panel - job.first) * num_bytes);
+      const ExpandedIntegers<D> weight(width, expanded + (panel - job.first) * num_bytes);
       for (int64_t m = start; m < least(job.count, start + kRowsAtOnce); m += 16) {
         const uint8_t* group = job.rows + m / 16 * group_bytes;
-        if (by_tiles && job.count - m > 8) integer_tile(weight, width / 16, group, job.sums(panel, m));
-        else integer_rows_of_16(p, group, least(16, job.count - m), job.sums(panel, m));
+        if (by_tiles && job.count - m > 8) integer_tile<D>(weight, width / 16, group, job.sums(panel, m));
+        else integer_rows_of_16<D>(p, group, least(16, job.count - m), job.sums(panel, m));
       }
     }
 }
@@ -181,12 +184,13 @@ static void dense_products(const Job& job) {
   if (last.first < last.stop) column_products(last, job.outputs(last.first));
 }
 #else
+template <int D>
 static void many_integer_products(const Job& job) {
   const int64_t group_bytes = 16 * row_bytes(job.w, job.count);
   for (int64_t start = 0; start < job.count; start += kRowsAtOnce)
     for (int64_t panel = job.first; panel < job.stop; ++panel)
       for (int64_t m = start; m < least(job.count, start + kRowsAtOnce); m += 16)
-        integer_rows_of_16(panel_of(job.w, job.expert, panel), job.rows + m / 16 * group_bytes,
+        integer_rows_of_16<D>(panel_of(job.w, job.expert, panel), job.rows + m / 16 * group_bytes,
                            least(16, job.count - m), job.sums(panel, m));
 }
 
@@ -233,6 +237,11 @@ static void dense_products(const Job& job) {
 }
 #endif
 
+template <int D>
+static void integer_products(const Job& job) {
+  job.count <= kIntegerRows ? few_integer_products<D>(job) : many_integer_products<D>(job);
+}
+
 // Sums x[m] . weight[expert, 16 * panel + n], without the weight's factor, of all rows and panels; those for n beyond N
 // mean nothing, and sums of rows up to a multiple of 16 may be written. Uses scratch 0.
 static void product(const Job& job) {
@@ -242,7 +251,7 @@ static void product(const Job& job) {
 #if defined(__AMX_TILE__)
     case Form::kRows: return row_products(job);
 #endif
-    default: return job.count <= kIntegerRows ? few_integer_products(job) : many_integer_products(job);
+    default: return num_digits(job.w) == 2 ? integer_products<2>(job) : integer_products<1>(job);
   }
 }
 

@@ -27,16 +27,23 @@ INLINE __m512i signed_codes(__m512i bytes) {
   return _mm512_permutexvar_epi8(bytes, four_times(table));
 }
 
-// 64 bytes of codes -> 2 * E2M1 of 16 outputs at 8 positions of K, four neighbours a word.
+// 64 bytes of codes -> 2 * E2M1 of 16 outputs at 8 positions of K, four neighbours a word; for two digits that times 8
+// before, at the places of the first digit.
+template <int D>
 INLINE void expand_integers(const uint8_t* codes, uint8_t* to) {
-  __m512i bytes = _mm512_loadu_si512(codes);
-  _mm512_store_si512(to, signed_codes(bytes));
-  _mm512_store_si512(to + 64, signed_codes(_mm512_srli_epi16(bytes, 4)));
+  const __m512i bytes = _mm512_loadu_si512(codes);
+  const __m512i low = signed_codes(bytes), high = signed_codes(_mm512_srli_epi16(bytes, 4));
+  _mm512_store_si512(to + 256 * (D - 1), low);
+  _mm512_store_si512(to + 256 * (D - 1) + 64, high);
+  if constexpr (D == 2) {
+    const __m512i whole = _mm512_set1_epi8(int8_t(0xF8));  // 8 * 12 fits into a signed byte
+    _mm512_store_si512(to, _mm512_and_si512(_mm512_slli_epi16(low, 3), whole));
+    _mm512_store_si512(to + 64, _mm512_and_si512(_mm512_slli_epi16(high, 3), whole));
+  }
 }
 
-INLINE void add_integers(const int32_t* sums, const float* weight_scales, const uint8_t* group, F16 (&acc)[16]) {
+INLINE void add_integers(const int32_t* sums, const float* weight_scales, const float* row_scales, F16 (&acc)[16]) {
   const F16 weight_scale = load(weight_scales);
-  const auto* row_scales = reinterpret_cast<const float*>(group + 256);
 #pragma GCC unroll 16
   for (int m = 0; m < 16; ++m) {
     F16 total = {_mm512_cvtepi32_ps(_mm512_load_si512(sums + 16 * m))};
@@ -44,64 +51,70 @@ INLINE void add_integers(const int32_t* sums, const float* weight_scales, const 
   }
 }
 
-// A panel of integers as tiles read it: [K / 16][4][64] codes, then [K / 16][16] block scales.
+// A panel of integers as tiles read it: [K / 16][D][4][64] codes, then [K / 16][16] block scales.
+template <int D>
 struct ExpandedIntegers {
   uint8_t* codes;
   float* scales;
-  static int64_t num_bytes(int64_t width) { return width / 16 * 320; }
-  ExpandedIntegers(int64_t width, uint8_t* at) : codes(at), scales(reinterpret_cast<float*>(at + width * 16)) {}
+  static int64_t num_bytes(int64_t width) { return width / 16 * (256 * D + 64); }
+  ExpandedIntegers(int64_t width, uint8_t* at) : codes(at), scales(reinterpret_cast<float*>(at + width * 16 * D)) {}
   static void fill(const Panel& p, uint8_t* to) {
     const ExpandedIntegers expanded(p.width, to);
     for (int64_t block = 0; block < p.width / 16; ++block) {
-      expand_integers(p.codes + block * 128, expanded.codes + block * 256);
-      expand_integers(p.codes + block * 128 + 64, expanded.codes + block * 256 + 128);
+      expand_integers<D>(p.codes + block * 128, expanded.codes + block * 256 * D);
+      expand_integers<D>(p.codes + block * 128 + 64, expanded.codes + block * 256 * D + 128);
       store(expanded.scales + 16 * block, load_e4m3(p.scales + 16 * block));
     }
   }
 };
 
 struct IntegerScope : TileScope {
-  static TileShapes shapes() {
+  static TileShapes shapes(int digits) {
     TileShapes shapes;
-    for (int i = 0; i < 2; ++i) shapes.set(i, 16, 64), shapes.set(4 + i, 16, 16), shapes.set(6 + i, 4, 64);
+    for (int i = 0; i < 2; ++i)
+      shapes.set(i, 16, 64), shapes.set(4 + i, 16, 16 * digits), shapes.set(6 + i, 4 * digits, 64);
     return shapes;
   }
-  IntegerScope() : TileScope(shapes()) {}
+  explicit IntegerScope(int digits) : TileScope(shapes(digits)) {}
 };
 
+template <int D>
 INLINE void even_integer_product(const uint8_t* group, const uint8_t* codes, int32_t* sums) {
   _tile_zero(0);
-  _tile_loadd(4, group, 16);
+  _tile_loadd(4, group, 16 * D);
   _tile_loadd(6, codes, 64);
   _tile_dpbssd(0, 4, 6);
   _tile_stored(0, sums, 64);
 }
 
+template <int D>
 INLINE void odd_integer_product(const uint8_t* group, const uint8_t* codes, int32_t* sums) {
   _tile_zero(1);
-  _tile_loadd(5, group, 16);
+  _tile_loadd(5, group, 16 * D);
   _tile_loadd(7, codes, 64);
   _tile_dpbssd(1, 5, 7);
   _tile_stored(1, sums, 64);
 }
 
 // As `integer_rows` for all rows of a group of 16.
-static void integer_tile(const ExpandedIntegers& weight, int64_t num_blocks, const uint8_t* rows, float* out) {
-  constexpr int64_t kGroup = 16 * kIntegerBytes;
+template <int D>
+static void integer_tile(const ExpandedIntegers<D>& weight, int64_t num_blocks, const uint8_t* rows, float* out) {
+  constexpr int64_t kGroup = 16 * integer_bytes(D), kScales = 256 * D, kCodes = 256 * D;
   alignas(64) int32_t sums[2][256];
   F16 acc[16];
 #pragma GCC unroll 16
   for (F16& one : acc) one = zero();
+  auto scales = [](const uint8_t* group) { return reinterpret_cast<const float*>(group + kScales); };
   int64_t block = 0;
   for (; block + 2 <= num_blocks; block += 2, rows += 2 * kGroup) {
-    even_integer_product(rows, weight.codes + 256 * block, sums[0]);
-    odd_integer_product(rows + kGroup, weight.codes + 256 * block + 256, sums[1]);
-    add_integers(sums[0], weight.scales + 16 * block, rows, acc);
-    add_integers(sums[1], weight.scales + 16 * block + 16, rows + kGroup, acc);
+    even_integer_product<D>(rows, weight.codes + kCodes * block, sums[0]);
+    odd_integer_product<D>(rows + kGroup, weight.codes + kCodes * block + kCodes, sums[1]);
+    add_integers(sums[0], weight.scales + 16 * block, scales(rows), acc);
+    add_integers(sums[1], weight.scales + 16 * block + 16, scales(rows + kGroup), acc);
   }
   if (block < num_blocks) {
-    even_integer_product(rows, weight.codes + 256 * block, sums[0]);
-    add_integers(sums[0], weight.scales + 16 * block, rows, acc);
+    even_integer_product<D>(rows, weight.codes + kCodes * block, sums[0]);
+    add_integers(sums[0], weight.scales + 16 * block, scales(rows), acc);
   }
 #pragma GCC unroll 16
   for (int m = 0; m < 16; ++m) store(out + 16 * m, acc[m]);

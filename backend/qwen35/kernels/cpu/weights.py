@@ -17,7 +17,7 @@ from qwen35.kernels.weight_layout import Allocate, PlainLayout
 from qwen35.nvfp4 import BLOCK_WIDTH, PANEL_ROWS, FP8Tensor, LinearWeight, NVFP4Panels, NVFP4Tensor
 
 _DENSE, _NVFP4, _FP8 = range(3)
-_ARITHMETIC = {"dense": 0, "int8": 1, "nvfp4": 2}
+_ARITHMETIC = {"dense": 0, "int8": 1, "nvfp4": 2, "int11": 3}
 
 
 class PanelLayout(PlainLayout):

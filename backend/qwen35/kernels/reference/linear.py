@@ -12,16 +12,19 @@ from torch import Tensor
 from qwen35.kernels.reference.dense import DenseWeights
 from qwen35.kernels.reference.elementwise import compute_dtype
 from qwen35.nvfp4 import (
+    INT8_LEVELS,
+    INT11_LEVELS,
     FP8Tensor,
     LinearWeight,
     NVFP4Panels,
     NVFP4Tensor,
     fake_quantize_activation,
     fake_quantize_activation_fp8,
-    fake_quantize_activation_int8,
+    fake_quantize_activation_levels,
 )
 
 TILE_ROWS = 16
+_LEVELS = {"int8": INT8_LEVELS, "int11": INT11_LEVELS}
 
 
 def linear(
@@ -76,8 +79,8 @@ def tiles_of(rows: Tensor) -> tuple[Tensor, ...]:
 def quantize_activation(x: Tensor, weight: LinearWeight, activations: str, input_scale: Tensor | None = None) -> Tensor:
     """x rounded as `activations` asks for this kind of weight; `input_scale` in the place of the weight's own."""
     is_nvfp4 = isinstance(weight, (NVFP4Tensor, NVFP4Panels))
-    if activations == "int8" and is_nvfp4:
-        return fake_quantize_activation_int8(x)
+    if activations in _LEVELS and is_nvfp4:
+        return fake_quantize_activation_levels(x, _LEVELS[activations])
     scale = getattr(weight, "input_scale", None) if input_scale is None else input_scale
     if activations != "nvfp4" or scale is None:
         return x

@@ -23,8 +23,8 @@ class ReferenceOps:
     """Methods and shapes: see `kernels.ops.Ops`.
 
     `dense_cache_bytes` bounds the dense copies kept of packed weights (0: none are kept; results are the same).
-    `activations`: what inputs of packed weights are rounded to: dense (not at all), int8 (of NVFP4 weights, a scale for
-    each 16), nvfp4 (of NVFP4 and FP8 weights, with the checkpoint's static scales where there are any).
+    `activations`: what inputs of packed weights are rounded to: dense (not at all), int8 and int11 (of NVFP4 weights, a
+    scale for each 16), nvfp4 (of NVFP4 and FP8 weights, with the checkpoint's static scales where there are any).
     """
 
     def __init__(self, dense_cache_bytes: int = DEFAULT_CACHE_BYTES, activations: str = "dense") -> None:
