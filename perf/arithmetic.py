@@ -66,7 +66,7 @@ def main() -> int:
         agreement_table(agreements({**operations, REFERENCE: ReferenceOps()}, items)),
         speed_table(operations, options.repeats),
     ]
-    text = "\n\n".join([f"`{operations['int8'].identity}`, one thread.", *parts])
+    text = "\n\n".join([f"Instruction set {operations['dense'].identity.split('/')[0]}, one thread.", *parts])
     print(text)
     if options.output:
         options.output.write_text(text + "\n", encoding="utf-8")

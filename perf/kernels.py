@@ -1,4 +1,5 @@
-"""Native kernels against the torch reference, ratios of one run: ``python -m perf.kernels [--num-threads 1]``.
+"""Native kernels against the torch reference, ratios of one run:
+``python -m perf.kernels [--num-threads 1] [--activations int11]``.
 
 Widths are those of the 35B (hidden 2048, experts of 512, GDN heads of 128). Times are medians of interleaved runs. GB/s
 counts weights and state once, beside the read bandwidth measured by torch on as many threads in the same run.
@@ -11,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,7 +20,8 @@ from torch import Tensor
 from qwen35.kernels.cpu import CpuOps
 from qwen35.kernels.ops import Ops
 from qwen35.kernels.reference import ReferenceOps
-from qwen35.nvfp4 import NVFP4Tensor
+from qwen35.kernels.select import DEFAULT_ACTIVATIONS
+from qwen35.nvfp4 import FP8Tensor, LinearWeight, NVFP4Tensor, num_bytes
 from qwen35.views import BatchView, GatedDeltaView, KVView
 
 HIDDEN, WIDTH, NUM_EXPERTS, TOP = 2048, 512, 64, 8
@@ -27,29 +30,32 @@ BF16 = torch.bfloat16
 
 @dataclass(frozen=True)
 class Case:
-    """One kernel at one number of rows; `num_bytes`: weights and state that it must read (and write)."""
+    """One kernel at one number of rows; `num_bytes`: weights and state that it must read (and write); `num_products`:
+    multiplications of weights, 0 where there are none."""
 
     name: str
     num_rows: int
     num_bytes: int
     run: Callable[[Ops], object]
+    num_products: int = 0
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--num-threads", type=int, default=1)
+    parser.add_argument("--activations", choices=("dense", "int8", "int11"), default=DEFAULT_ACTIVATIONS)
     parser.add_argument("--repeats", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.num_threads)
     torch.manual_seed(0)
-    native, reference = CpuOps(arguments.num_threads), ReferenceOps()
+    native, reference = CpuOps(arguments.num_threads, arguments.activations), ReferenceOps()
     bandwidth = read_bandwidth(arguments.repeats)
-    print(f"{arguments.num_threads} threads, read bandwidth {bandwidth:.1f} GB/s (torch max of 256 MiB)")
-    print(f"{'kernel':<24}{'rows':>5}{'native us':>12}{'reference us':>14}{'ratio':>8}{'GB/s':>8}")
+    print(f"{native.identity}, {arguments.num_threads} threads, torch max of 256 MiB {bandwidth:.1f} GB/s")
+    print(f"{'kernel':<24}{'rows':>5}{'native us':>12}{'reference us':>14}{'ratio':>8}{'GB/s':>8}{'GFLOP/s':>9}")
     for case in cases():
         ours, theirs = measure(case, native, reference, arguments.repeats)
         line = f"{case.name:<24}{case.num_rows:>5}{ours * 1e6:>12.0f}{theirs * 1e6:>14.0f}{theirs / ours:>8.1f}"
-        print(f"{line}{case.num_bytes / ours / 1e9:>8.1f}", flush=True)
+        print(f"{line}{case.num_bytes / ours / 1e9:>8.1f}{2 * case.num_products / ours / 1e9:>9.0f}", flush=True)
 
 
 def read_bandwidth(repeats: int) -> float:
@@ -76,19 +82,30 @@ def seconds(function: Callable[[], object]) -> float:
 
 def cases() -> Iterator[Case]:
     packed, dense = random_nvfp4(4096, HIDDEN), torch.randn(4096, HIDDEN).to(BF16)
+    fp8 = FP8Tensor(dense.to(torch.float8_e4m3fn), torch.tensor(1.0))
     stacks = [random_nvfp4(NUM_EXPERTS, *size) for size in ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))]
     expert_bytes = sum(stack.num_bytes for stack in stacks) // NUM_EXPERTS
-    for num_rows in (1, 2, 4, 8, 64):
-        x = torch.randn(num_rows, HIDDEN).to(BF16)
-        yield Case("linear nvfp4 4096x2048", num_rows, packed.num_bytes, lambda o, x=x: o.linear(x, packed))
-        yield Case("linear bf16 4096x2048", num_rows, dense.nbytes, lambda o, x=x: o.linear(x, dense))
+    for num_rows in (1, 2, 4, 8, 64, 512):
+        x, num_products = torch.randn(num_rows, HIDDEN).to(BF16), num_rows * dense.numel()
+        for kind, weight in (("nvfp4", packed), ("bf16", dense), ("fp8", fp8)):
+            name, run = f"linear {kind} 4096x2048", partial(run_linear, x, weight)
+            yield Case(name, num_rows, num_bytes(weight), run, num_products)
         ids = torch.rand(num_rows, NUM_EXPERTS).topk(TOP).indices.sort().values
         shares = torch.full((num_rows, TOP), 1 / TOP)
         used = expert_bytes * len(ids.unique())
-        yield Case("experts nvfp4, 8 of 64", num_rows, used, lambda o, a=(x, ids, shares): o.moe_experts(*a, *stacks))
+        run = partial(run_experts, (x, ids, shares, *stacks))
+        yield Case("experts nvfp4, 8 of 64", num_rows, used, run, num_rows * TOP * 3 * HIDDEN * WIDTH)
         yield gated_delta_case(num_rows)
     for context in (1024, 8192):
         yield attention_case(context)
+
+
+def run_linear(x: Tensor, weight: LinearWeight, ops: Ops) -> Tensor:
+    return ops.linear(x, weight)
+
+
+def run_experts(arguments: tuple, ops: Ops) -> Tensor:
+    return ops.moe_experts(*arguments)
 
 
 def random_nvfp4(*shape: int) -> NVFP4Tensor:

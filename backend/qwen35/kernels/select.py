@@ -13,7 +13,7 @@ from qwen35.kernels.ops import Ops
 from qwen35.kernels.reference import ReferenceOps
 from qwen35.settings import Settings
 
-DEFAULT_ACTIVATIONS = "dense"  # of native kernels, for `auto`
+DEFAULT_ACTIVATIONS = "int11"  # of native kernels, for `auto`: chosen by the measurement in perf/ARITHMETIC.md
 
 
 def select_ops(settings: Settings, device: torch.device | str) -> Ops:
