@@ -10,6 +10,8 @@ again and keeps the others' samples; the report then says so.
 from __future__ import annotations
 
 import argparse
+import json
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +28,7 @@ from perf.tables import number, tables
 RESULTS = ROOT / "perf" / "results"
 REPORT = ROOT / "perf" / "REPORT.md"
 NOTES = ROOT / "perf" / "notes.md"
+FULL_SIZE = RESULTS / "full_size.json"  # of python -m perf.full_size --json
 SECTIONS = (*engine.SECTIONS, "server")
 SMALL_TOKEN_BYTES = 85.6e6  # read and written a token of one stream: 344 M checkpoint, NVFP4 with an NVFP4 lm_head
 _SERVER_TOKENS = 96
@@ -55,6 +58,7 @@ def render(run: Run) -> str:
         "has every raw sample. Medians of one run, lowest and highest in brackets; ratios are of its medians.",
         f"## Machine\n\n{_machine(run)}",
         f"## Bars\n\n{bars_table(run)}",
+        _full_size(),
         *([_floor(run)] if run.works("bandwidth") and run.works("peers") else []),
         tables(run).rstrip(),
         *(f"![{section}](results/{section}.png)" for section in SECTIONS if run.works(section)),
@@ -79,6 +83,18 @@ def _floor(run: Run) -> str:
         f"One stream of the 344 M checkpoint reads and writes {SMALL_TOKEN_BYTES / 1e6:.1f} MB a token; at the "
         f"{number(bandwidth.median)} GB/s of this run that allows {number(floor)} tokens/s, of which "
         f"{number(rate.median)} ({rate.median / floor:.2f}) are reached."
+    )
+
+
+def _full_size() -> str:
+    """The bar that has a run of its own."""
+    name = "35B-A3B shape at full depth, 1 stream, k = 0, wanted >= 0.6 of the bandwidth floor"
+    if not FULL_SIZE.is_file():
+        return f"{name}: not in this report, see `python -m perf.full_size --json {FULL_SIZE.relative_to(ROOT)}`."
+    found = json.loads(FULL_SIZE.read_text(encoding="utf-8"))
+    return (
+        f"{name}: {found['share_of_floor']:.2f}, {number(statistics.median(found['tokens_per_s']))} tokens/s with "
+        f"{found['threads']} threads, loaded in {found['load_seconds']:.0f} s, peak {found['peak_bytes'] / 2**30:.1f} GiB."
     )
 
 

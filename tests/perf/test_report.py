@@ -1,5 +1,6 @@
 """Tables, bars, plots and the report of a run with known numbers."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,15 @@ def test_report_of_a_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert f"{work} | >= 0.95 | 0.96 | yes |" in text
     assert "![peers](results/peers.png)" in text and "context.png" not in text
     assert text.endswith("What stands in the way.\n")
+
+
+def test_the_full_depth_has_a_run_of_its_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(report, "FULL_SIZE", report.ROOT / "nowhere.json")
+    assert "not in this report, see `python -m perf.full_size --json nowhere.json`" in report.render(PEERS)
+    found = {"share_of_floor": 0.61, "tokens_per_s": [10.0, 12.0, 11.0], "threads": 2, "load_seconds": 33.4}
+    monkeypatch.setattr(report, "FULL_SIZE", tmp_path / "full_size.json")
+    report.FULL_SIZE.write_text(json.dumps({**found, "peak_bytes": 19 * 2**30}))
+    assert "0.61, 11.0 tokens/s with 2 threads, loaded in 33 s, peak 19.0 GiB." in report.render(PEERS)
 
 
 def test_plots_of_the_sections_that_were_measured(tmp_path: Path):
