@@ -94,7 +94,8 @@ def _full_size() -> str:
     found = json.loads(FULL_SIZE.read_text(encoding="utf-8"))
     return (
         f"{name}: {found['share_of_floor']:.2f}, {number(statistics.median(found['tokens_per_s']))} tokens/s with "
-        f"{found['threads']} threads, loaded in {found['load_seconds']:.0f} s, peak {found['peak_bytes'] / 2**30:.1f} GiB."
+        f"{found['threads']} threads, loaded in {found['load_seconds']:.0f} s, "
+        f"peak {found['peak_bytes'] / 2**30:.1f} GiB."
     )
 
 
