@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 WORKER = Path(__file__).with_name("worker.py")
-START_SECONDS, TURN_SECONDS, STOP_SECONDS = 240.0, 120.0, 10.0
+START_SECONDS, TURN_SECONDS, STOP_SECONDS = 420.0, 120.0, 10.0
 
 
 class PeerError(RuntimeError):
