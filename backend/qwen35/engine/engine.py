@@ -157,6 +157,7 @@ class Engine:
         if session.snapshot is not None:
             session.snapshot.check(self._cache)
             sequence.brought = replace(session.snapshot, drafts=())
+            sequence.num_cached_tokens = session.num_computed_tokens
 
     def _enqueue(self, request: Request, samples: list[Sequence]) -> None:
         num_samples = len(samples)

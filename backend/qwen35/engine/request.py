@@ -165,7 +165,7 @@ class Usage:
     num_output_tokens: int
     num_draft_tokens: int  # verified by the target
     num_accepted_draft_tokens: int  # of those, accepted and delivered
-    num_cached_tokens: int = 0  # of the input: a checkpoint had them when the request came
+    num_cached_tokens: int = 0  # of the input: a checkpoint or a session had them when the request came
 
 
 @dataclass(frozen=True)

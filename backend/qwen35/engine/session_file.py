@@ -14,7 +14,7 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from qwen35.engine.request import Request, SamplingParams, TokenLogprob
+from qwen35.engine.request import ImageSpan, Request, SamplingParams, TokenLogprob
 from qwen35.engine.sequence import Progress
 from qwen35.engine.session import Session
 from qwen35.engine.snapshot import Snapshot
@@ -77,6 +77,7 @@ def _metadata(session: Session, fingerprint: str) -> dict[str, str]:
             "seed": request.seed,
             "priority": request.priority,
             "sample_index": request.sample_index,
+            "images": [asdict(image) for image in request.images],
         },
         "progress": asdict(progress),
         "snapshot": None
@@ -95,6 +96,7 @@ def _session(record: dict[str, Any], tensors: dict[str, Tensor]) -> Session:
         image_embeds=tensors["image_embeds"],
         sampling=SamplingParams.from_record(asked.pop("sampling")),
         token_ids=tuple(asked.pop("token_ids")),
+        images=tuple(ImageSpan(**image) for image in asked.pop("images")),
         **asked,
     )
     logprobs = tuple(tuple(TokenLogprob(**entry) for entry in entries) for entries in told.pop("prompt_logprobs"))
