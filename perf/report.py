@@ -21,7 +21,7 @@ from build.serve import exit_on_signals
 from perf import engine, server
 from perf.bars import SMALL, WIDE, bars_table
 from perf.peers.catalogue import OURS
-from perf.plots import plot_all
+from perf.plots import BARS, LINES, plot_all
 from perf.samples import Run
 from perf.tables import number, tables
 
@@ -61,7 +61,7 @@ def render(run: Run) -> str:
         _full_size(),
         *([_floor(run)] if run.works("bandwidth") and run.works("peers") else []),
         tables(run).rstrip(),
-        *(f"![{section}](results/{section}.png)" for section in SECTIONS if run.works(section)),
+        *(f"![{section}](results/{section}.png)" for section in (*BARS, *LINES) if run.works(section)),
         *([_processor_time(run)] if run.works("server") else []),
         NOTES.read_text(encoding="utf-8").rstrip(),
     ]
