@@ -65,6 +65,13 @@ def test_the_same_prompt_is_run_once(num_draft_tokens, num_prompt, sampling):
     assert len({(u.num_draft_tokens, u.num_accepted_draft_tokens) for u in usages}) == 1
 
 
+def test_requests_of_another_salt_share_nothing():
+    rig = Rig(num_draft_tokens=1, draft="right", num_checkpoints=8)
+    for uid, salt in enumerate(("", "a", "a", "")):
+        rig.run([replace(request(PROMPT, uid=uid, **OPTIONS), cache_salt=salt)])
+    assert [rig.final(uid).usage.num_cached_tokens > 0 for uid in range(4)] == [False, False, True, True]
+
+
 @pytest.mark.parametrize("max_batch_tokens", [1, 5, 64])
 @pytest.mark.parametrize("draft", ["right", "mixed", "wrong"])
 def test_a_second_turn_runs_what_is_behind_the_last_fed_token(draft, max_batch_tokens):

@@ -123,3 +123,11 @@ def test_view_refuses_wrong_bytes_and_scales():
         view_of_bytes(flat, geometry, [(1.0, 1.0)])
     cache = view_of_bytes(flat, geometry, [(1.0, 2.0), (3.0, 4.0), (5.0, 6.0)])
     assert (cache.attention[1].key_scale, cache.draft.value_scale) == (3.0, 6.0)
+
+
+@pytest.mark.parametrize("absent", ["num_full_attention_layers", "num_gated_delta_layers"])
+def test_a_model_needs_both_kinds_of_layers(absent):
+    model = config()
+    setattr(model.text, absent, 0)
+    with pytest.raises(ConfigError, match="layer_types: expected layers of full and of linear attention"):
+        Geometry.derive(model, Settings())

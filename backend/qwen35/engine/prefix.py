@@ -19,7 +19,7 @@ def hasher_of(request: Request, placeholders: Iterable[int], block_tokens: int) 
     if not named.issuperset(placeholders):
         return None
     spans = [(image.digest, image.offset, image.num_tokens) for image in request.images]
-    return PrefixHasher(request.token_ids, spans, block_tokens=block_tokens)
+    return PrefixHasher(request.token_ids, spans, block_tokens=block_tokens, salt=request.cache_salt)
 
 
 @dataclass(frozen=True)

@@ -143,6 +143,7 @@ class Request:
     sample_index: int = 0  # which of sampling.n; the engine makes them
     wants_session: bool = False  # the last emission brings it, unless there is an error
     images: tuple[ImageSpan, ...] = ()  # a prompt with placeholders outside of them reads and makes no checkpoint
+    cache_salt: str = ""  # cached prefixes are shared among requests of one salt only
     lease: Any = None  # in whose name checkpoints are pinned, opaque to the engine; None: as without images
 
 

@@ -134,6 +134,7 @@ class TritonPythonModel:
             wants_session=bool(resolved.save_session),
             images=resolved.images,
             lease=lease,
+            cache_salt=self._state.prefix_salt,
         )
         return Ticket(resolved, engine_request, lease, self._builder(request, resolved), reply, session)
 
@@ -154,7 +155,13 @@ class TritonPythonModel:
             max_new_tokens=resolved.sampling.max_tokens,
             wants_session=bool(resolved.save_session),
         )
-        going_on = replace(going_on, request_id=resolved.request_id, priority=resolved.priority, lease=lease)
+        going_on = replace(
+            going_on,
+            request_id=resolved.request_id,
+            priority=resolved.priority,
+            lease=lease,
+            cache_salt=self._state.prefix_salt,
+        )
         resolved = replace(resolved, wants_logprobs=going_on.sampling.logprobs is not None)
         ticket = Ticket(resolved, going_on, lease, self._builder(request, resolved), reply, session)
         ticket.usage = session.usage  # what earlier responses have told

@@ -94,6 +94,9 @@ class Geometry:
         num_attention_layers = text.num_full_attention_layers
         num_kv_layers = num_attention_layers + (settings.num_draft_tokens > 0)
         kv_row_bytes = 2 * text.num_key_value_heads * text.head_dim * DTYPE_BYTES[kv_dtype]
+        if not (num_attention_layers and text.num_gated_delta_layers):
+            raise ConfigError("layer_types: expected layers of full and of linear attention, got "
+                              f"{num_attention_layers} and {text.num_gated_delta_layers}")  # fmt: skip
         block_bytes = num_kv_layers * settings.block_tokens * kv_row_bytes
         if block_bytes > settings.kv_cache_bytes:
             raise ConfigError(f"kv_cache_bytes: expected at least {block_bytes} (one block of {settings.block_tokens} "
