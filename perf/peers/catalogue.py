@@ -29,7 +29,7 @@ class Setting:
     tells_cpu_time: bool = False
 
 
-def _ours(name: str, setting: Setting, checkpoint: Path) -> Peer:
+def _ours(name: str, setting: Setting, checkpoint: Path, activations: str = "auto") -> Peer:
     path = os.pathsep.join(str(folder) for folder in (ROOT / "backend", ROOT))
     return WorkerPeer(
         name,
@@ -39,6 +39,7 @@ def _ours(name: str, setting: Setting, checkpoint: Path) -> Peer:
         log_path=setting.log_directory / f"{name}.log",
         num_threads=setting.num_threads,
         environment={"PYTHONPATH": path},
+        arguments=("--activations", activations),
     )
 
 
@@ -86,6 +87,7 @@ def _llama(name: str, setting: Setting, kind: str) -> Peer:
 PEERS: Mapping[str, Callable[[str, Setting], Peer]] = MappingProxyType(
     {
         OURS: lambda name, setting: _ours(name, setting, setting.quantised),
+        "qwen35 nvfp4 dense": lambda name, setting: _ours(name, setting, setting.quantised, "dense"),
         "qwen35 bf16": lambda name, setting: _ours(name, setting, setting.checkpoint),
         "vllm bf16": _vllm,
         "llama.cpp nvfp4": lambda name, setting: _llama(name, setting, "nvfp4"),

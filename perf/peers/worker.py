@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--max-context", type=int, default=4352, help="tokens of prompt and answer")
     parser.add_argument("--drafts", type=int, default=0, help="of qwen35; random weights accept none")
+    parser.add_argument("--activations", default="auto", help="of qwen35, as its setting")
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a stopped process would never see its input end
     answers = os.fdopen(os.dup(1), "w", buffering=1)
@@ -96,6 +97,7 @@ def load_qwen35(options: argparse.Namespace) -> Generate:
         num_threads=options.threads,
         num_slots=MAX_STREAMS,
         num_checkpoints=0,  # nobody here caches prefixes
+        activations=options.activations,
         max_context_tokens=options.max_context,
     )
 
