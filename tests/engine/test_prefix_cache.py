@@ -114,6 +114,17 @@ def test_samples_do_without_where_no_slot_is_left():
             assert said(rig, uid, index) == said(rig, 0, index)
 
 
+def test_slots_of_checkpoints_are_not_for_more_sequences():
+    rig = Rig(num_draft_tokens=1, draft="right", num_slots=2, num_checkpoints=8)
+    for uid in range(6):
+        rig.submit(request(PROMPT[uid:], uid=uid, **OPTIONS))
+    most = 0
+    while rig.engine.has_work:
+        rig.step()
+        most = max(most, len(rig.engine._scheduler.running))
+    assert most == 2 and all(rig.final(uid).error is None for uid in range(6))
+
+
 def test_prompt_logprobs_read_no_prefix_and_leave_one():
     rig = Rig(num_checkpoints=8)
     asked = request(PROMPT, prompt_logprobs=1, **OPTIONS)
