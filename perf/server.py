@@ -119,6 +119,7 @@ def measure(options: argparse.Namespace) -> list[Sample]:
         arguments=["--drafts", str(options.drafts)],
     )
     settings = {"num_threads": str(options.threads), "num_draft_tokens": str(options.drafts), "num_slots": "8"}
+    settings["num_checkpoints"] = "0"  # every round has the same prompts
     engine.start()
     try:
         with Server(checkpoint=options.checkpoint, settings=settings, start_timeout_s=600.0) as server:
