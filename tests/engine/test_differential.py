@@ -191,7 +191,7 @@ def state_of_another_place(monkeypatch):
 
 def images_without_a_name(monkeypatch):
     """Prompts that differ in an image alone count as equal."""
-    nameless = lambda token_ids, images, block_tokens: PrefixHasher(token_ids, block_tokens=block_tokens)  # noqa: E731
+    nameless = lambda token_ids, images, **options: PrefixHasher(token_ids, **options)  # noqa: E731
     monkeypatch.setattr(prefix, "PrefixHasher", nameless)
 
 
